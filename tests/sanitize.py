@@ -29,6 +29,7 @@ from support.calls.latent_support import LATENT, check_latent
 from support.calls.modified_calls import KINDS, ModifiedCall, padded_call, random_call
 from support.calls.quantized_support import CACHE_DTYPES, SCALES, QuantizedCase, check_on_gpu
 from support.calls.sequence_support import KVCacheCase, Truth, VarlenCase
+from support.gpu import cupy
 from support.gpu.gpu_support import DTYPES, Case, current_device, random_values, tile_with
 from support.gradients.gradient_calls import KINDS as GRADIENT_KINDS
 from support.gradients.gradient_calls import GradientCall, random_gradient_call
@@ -75,14 +76,8 @@ def cases() -> Iterator[Case]:
             # Here the keys are split over thread blocks, and the single query row has another tile.
             yield dataclasses.replace(causal, seqlen_q=1, seqlen_k=1030)
         for dtype, alignment, dims in ALIGNED_DIMS:
-            yield dataclasses.replace(
-                small,
-                family=family,
-                dtype=dtype,
-                alignment=alignment,
-                head_dim=dims[0],
-                head_dim_v=dims[1],
-            )
+            aligned = dataclasses.replace(small, family=family, dtype=dtype, alignment=alignment)
+            yield dataclasses.replace(aligned, head_dim=dims[0], head_dim_v=dims[1])
         yield dataclasses.replace(small, family=family, seqlen_q=5, seqlen_k=0)
         yield dataclasses.replace(small, family=family, causal=True, q_offset=-30)
     for dtype in ("float16", "float32"):
@@ -185,10 +180,7 @@ def latent_calls() -> Iterator[LatentCall]:
 class SequenceCall:
     """A call on packed or cached sequences.
 
-    Attributes
-    ----------
-    what
-        Test case, or a pair of what is wrong and the arguments with wrong numbers.
+    `what` is a test case, or a pair of what is wrong and the arguments with wrong numbers.
     """
 
     what: VarlenCase | KVCacheCase | tuple[str, dict[str, Any]]
@@ -226,23 +218,11 @@ def sequence_calls() -> Iterator[SequenceCall]:
         yield SequenceCall(cached, family)
         yield SequenceCall(wrong("pages that there are not", 16, dtype, seqlen_new=7), family, 3)
     yield from clustered_calls()
-    turned = KVCacheCase(
-        (77, 0, 130),
-        "float16",
-        seqlen_q=5,
-        seqlen_new=5,
-        head_dim=40,
-        head_dim_v=33,
-        causal=True,
-        page_size=3,
-        rotary_dim=22,
-    )
+    sizes = {"seqlen_q": 5, "seqlen_new": 5, "head_dim": 40, "head_dim_v": 33, "rotary_dim": 22}
+    turned = KVCacheCase((77, 0, 130), "float16", causal=True, page_size=3, **sizes)
     yield SequenceCall(turned, alignment=2)
-    yield SequenceCall(
-        dataclasses.replace(
-            turned, page_size=0, indexed=True, rotary_interleaved=False, rotary_dtype="float32"
-        )
-    )
+    halves = {"rotary_interleaved": False, "rotary_dtype": "float32"}
+    yield SequenceCall(dataclasses.replace(turned, page_size=0, indexed=True, **halves))
     yield SequenceCall(KVCacheCase((500,), "bfloat16", seqlen_new=1, page_size=1))
     for change in ("lengths beyond the cache", "caches that there are not"):
         yield SequenceCall(wrong(change, 0, "float16", seqlen_new=7))
@@ -258,16 +238,8 @@ def clustered_calls() -> Iterator[SequenceCall]:
     many = ((530, 7, 0), *HEADS[1])
     few = ((5000, 7, 0, 900), 16, 2)
     for page_size, (lengths, heads_q, heads_kv) in ((0, many), (1, many), (16, many), (0, few)):
-        case = KVCacheCase(
-            lengths,
-            "float16",
-            seqlen_q=2,
-            seqlen_new=2,
-            heads_q=heads_q,
-            heads_kv=heads_kv,
-            causal=True,
-            page_size=page_size,
-        )
+        sizes = {"heads_q": heads_q, "heads_kv": heads_kv, "seqlen_q": 2, "seqlen_new": 2}
+        case = KVCacheCase(lengths, "float16", causal=True, page_size=page_size, **sizes)
         yield SequenceCall(case, "decode")
     numbers = wrong_kvcache("pages that there are not", 1, "float16", 7, HEADS[1])
     yield SequenceCall(("pages of one row that there are not, many heads", numbers), "decode")
@@ -284,15 +256,13 @@ def wrong(
 
 def on_gpu(array: np.ndarray, alignment: int) -> Any:
     """Return the array at the end of an allocation, aligned to `alignment` bytes and no more."""
-    import cupy
-
     start = alignment % MAX_ALIGNMENT // array.itemsize
     flat = np.concatenate([np.zeros(start, array.dtype), array.ravel()])
     return cupy.asarray(flat)[start:].reshape(array.shape)
 
 
-def call(case: Case) -> str | None:
-    """Make a call; return what is wrong with its output, or None."""
+def call(case: Case) -> None:
+    """Make a call; fail if its output is not finite."""
     q, k, v, out = (
         on_gpu(array, case.alignment)
         for array in (*random_values(case), np.full(case.shape("out"), np.nan, DTYPES[case.dtype]))
@@ -301,11 +271,11 @@ def call(case: Case) -> str | None:
     flash_attention(
         q, k, v, out=out, return_lse=True, family=case.family, tile=case.tile, **case.formula
     )
-    return None if np.isfinite(out.get().astype(np.float64)).all() else "not finite"
+    assert np.isfinite(out.get().astype(np.float64)).all(), "not finite"
 
 
-def call_with_sequences(case: SequenceCall) -> str | None:
-    """Make a call on packed or cached sequences; return how it differs from the reference, or None.
+def call_with_sequences(case: SequenceCall) -> None:
+    """Make a call on packed or cached sequences; fail if it differs from the reference.
 
     Elements that no call may read are NaN, so finite results alone would prove little.
     """
@@ -326,19 +296,15 @@ def call_with_sequences(case: SequenceCall) -> str | None:
         )
     except UnsupportedError as error:
         print(f"skipped: {case}: {error}")
-        return None
+        return
     results = (out.get(), lse.get())
-    try:
-        if not is_cached:
-            check_varlen_result(arguments, *results)
-        elif arguments["rotary_cos"] is None:
-            caches = (arrays[name].get() for name in ("k_cache", "v_cache"))
-            check_kvcache_result(arguments, *results, *caches)
-        else:
-            Truth.of_kvcache(arguments).check(*results)
-    except AssertionError as error:
-        return str(error) or "not as the reference"
-    return None
+    if not is_cached:
+        check_varlen_result(arguments, *results)
+    elif arguments["rotary_cos"] is None:
+        caches = (arrays[name].get() for name in ("k_cache", "v_cache"))
+        check_kvcache_result(arguments, *results, *caches)
+    else:
+        Truth.of_kvcache(arguments).check(*results)
 
 
 def modified_calls() -> Iterator[tuple[ModifiedCall, str | None]]:
@@ -371,18 +337,13 @@ def modified_calls() -> Iterator[tuple[ModifiedCall, str | None]]:
         yield padded_call(rng, "bfloat16", kind, -1e30), "hopper"
 
 
-def call_modified(case: ModifiedCall, family: str | None) -> str | None:
-    """Return why the call went wrong, or None."""
-    import cupy
-
+def call_modified(case: ModifiedCall, family: str | None) -> None:
+    """Make a call, with another family if this one does not serve it; fail if it is wrong."""
     try:
         case.check(cupy, family=family)
     except UnsupportedError:
-        # Another family serves what this family does not.
-        return None if family is None else call_modified(case, None)
-    except AssertionError as error:
-        return str(error)
-    return None
+        if family is not None:
+            call_modified(case, None)
 
 
 def backward_calls() -> Iterator[tuple[GradientCall, str]]:
@@ -401,17 +362,13 @@ def backward_calls() -> Iterator[tuple[GradientCall, str]]:
         yield call, "hopper"
 
 
-def call_backward(case: GradientCall, family: str | None) -> str | None:
-    """Return why the call went wrong, or None."""
-    import cupy
-
+def call_backward(case: GradientCall, family: str | None) -> None:
+    """Make a call, with another family if this one does not serve it; fail if it is wrong."""
     try:
         check_gradients(case, case.run(cupy, family=family))
     except UnsupportedError:
-        return None if family is None else call_backward(case, None)
-    except AssertionError as error:
-        return str(error)
-    return None
+        if family is not None:
+            call_backward(case, None)
 
 
 def quantized_calls() -> Iterator[QuantizedCase]:
@@ -424,61 +381,31 @@ def quantized_calls() -> Iterator[QuantizedCase]:
     for number, (cache_dtype, scales, page_size) in enumerate(
         itertools.product(CACHE_DTYPES, SCALES, (0, 1, 64))
     ):
-        base = KVCacheCase(
-            (150, 0, 33),
-            ("float16", "bfloat16")[number % 2],
-            seqlen_q=(1, 2)[number // 2 % 2],
-            seqlen_new=1,
-            head_dim=(64, 72)[number // 4 % 2],
-            head_dim_v=(64, 40)[number // 4 % 2],
-            causal=True,
-            page_size=page_size,
-        )
+        dtype, seqlen_q = ("float16", "bfloat16")[number % 2], (1, 2)[number // 2 % 2]
+        dims = {"head_dim": (64, 72)[number // 4 % 2], "head_dim_v": (64, 40)[number // 4 % 2]}
+        sizes = {"seqlen_q": seqlen_q, "seqlen_new": 1, "page_size": page_size}
+        base = KVCacheCase((150, 0, 33), dtype, causal=True, **sizes, **dims)
         yield QuantizedCase(base, cache_dtype, scales)
 
 
-def call_quantized(case: QuantizedCase) -> str | None:
-    """Return why the call went wrong, or None."""
-    try:
-        check_on_gpu(case)
-    except AssertionError as error:
-        return str(error)
-    return None
-
-
-def call_latent(case: LatentCall) -> str | None:
-    """Return why the call went wrong, or None; calls of `hopper` are made on Hopper only."""
-    if case.family == "hopper" and current_device().arch != 90:
-        return None
-    try:
+def call_latent(case: LatentCall) -> None:
+    """Fail if a call is wrong; calls of `hopper` are made on Hopper only."""
+    if case.family != "hopper" or current_device().arch == 90:
         check_latent(case.base, case.cache_dtype, case.scales, family=case.family)
-    except AssertionError as error:
-        return str(error)
-    return None
 
 
 def float8_calls() -> Iterator[Float8Case]:
     """Yield float8 calls: outputs in one slice of columns or several, and ragged ends."""
     for dim, causal in itertools.product((48, 128, 192, 256), (False, True)):
-        yield Float8Case(
-            200,
-            333,
-            head_dim=dim,
-            head_dim_v=dim - 3 * causal,
-            causal=causal,
-            alignment=1 if causal else 16,
-        )
+        alignment = 1 if causal else 16
+        dims = {"head_dim": dim, "head_dim_v": dim - 3 * causal}
+        yield Float8Case(200, 333, causal=causal, alignment=alignment, **dims)
 
 
-def call_float8(case: Float8Case) -> str | None:
-    """Return why the call went wrong, or None; calls are made on Hopper only."""
-    if current_device().arch != 90:
-        return None
-    try:
+def call_float8(case: Float8Case) -> None:
+    """Fail if a call is wrong; calls are made on Hopper only."""
+    if current_device().arch == 90:
         float8_support.check_on_gpu(case)
-    except AssertionError as error:
-        return str(error)
-    return None
 
 
 def shard_appends() -> Iterator[tuple[str, Any]]:
@@ -487,8 +414,8 @@ def shard_appends() -> Iterator[tuple[str, Any]]:
         yield f"append {dtype} to {ranks} ranks in stripes of {stripe}", (dtype, ranks, stripe)
 
 
-def call_shard_append(dtype: str, ranks: int, stripe: int) -> str | None:
-    """Return why the call went wrong, or None."""
+def call_shard_append(dtype: str, ranks: int, stripe: int) -> None:
+    """Append to the shards of all ranks; fail if a rank holds other rows."""
     rng = np.random.default_rng(ranks)
     whole, new = (rng.standard_normal((2, rows, 3, 40)).astype(DTYPES[dtype]) for rows in (41, 7))
     lengths = np.array([30, 5], np.int32)
@@ -502,16 +429,15 @@ def call_shard_append(dtype: str, ranks: int, stripe: int) -> str | None:
         dispatch.append(
             AppendedRows(*caches, k, k, cache_seqlens), CacheSharding(ranks, rank, stripe, 41), 0
         )
-        if any((cache.get() != shard(filled)).any() for cache in caches):
-            return f"rank {rank} has other rows"
-    return None
+        is_wrong = any((cache.get() != shard(filled)).any() for cache in caches)
+        assert not is_wrong, f"rank {rank} has other rows"
 
 
-# Name of a call, and a function that makes it and returns what is wrong, or None.
-Named = tuple[str, Callable[[], "str | None"]]
+# Name of a call, and a function that makes it and fails if it is wrong.
+Named = tuple[str, Callable[[], None]]
 
 
-def _named(make: Callable[..., str | None], calls: Iterable[Any]) -> Iterator[Named]:
+def _named(make: Callable[..., None], calls: Iterable[Any]) -> Iterator[Named]:
     """Yield names and functions for calls, or for pairs of a call and a family."""
     for each in calls:
         given = each if isinstance(each, tuple) else (each,)
@@ -530,7 +456,7 @@ GROUPS: dict[str, tuple[str, Callable[[], Iterable[Named]]]] = {
     "backward": ("backward calls", lambda: _named(call_backward, backward_calls())),
     "quantized": (
         "calls with 8-bit keys and values",
-        lambda: _named(call_quantized, quantized_calls()),
+        lambda: _named(check_on_gpu, quantized_calls()),
     ),
     "float8": ("calls with float8 q, k and v", lambda: _named(call_float8, float8_calls())),
     "wide": (
@@ -547,6 +473,15 @@ def plain_calls() -> Iterator[Named]:
     yield from _named(call, _supported(cases()))
     yield from _named(call_with_sequences, sequence_calls())
     yield from ((name, functools.partial(call_shard_append, *x)) for name, x in shard_appends())
+
+
+def why_wrong(make: Callable[[], None]) -> str | None:
+    """Make a call; return why it is wrong, or None."""
+    try:
+        make()
+    except AssertionError as error:
+        return str(error) or "not as the reference"
+    return None
 
 
 def main() -> int:
@@ -571,12 +506,10 @@ def main() -> int:
     if arguments.list:
         print("\n".join(name for name, _ in calls))
         return 0
-    import cupy
-
     # A pool would hide an access past the end of an array.
     cupy.cuda.set_allocator(None)
     start = time.perf_counter()
-    failed = {name: why for name, make in calls if (why := make())}
+    failed = {name: why for name, make in calls if (why := why_wrong(make))}
     cupy.cuda.Device().synchronize()
     print(f"{len(calls)} calls in {time.perf_counter() - start:.0f} s")
     for name, why in failed.items():

@@ -1,10 +1,10 @@
-"""Random values for which the running row maximum changes often, or stays -inf."""
+"""Values for which the running row maximum changes often or stays -inf, and poisoned keys."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from support.gpu.gpu_support import DTYPES, Arrays, Case, random_values
+from support.gpu.gpu_support import DTYPES, Arrays, Case, bits, random_values, run
 
 
 def with_growing_keys(case: Case, ends: tuple[float, float]) -> Arrays:
@@ -34,3 +34,13 @@ def with_keys_at_minus_infinity(case: Case, hidden: slice) -> Arrays:
     q[..., 0] = np.abs(q[..., 0]) + DTYPES[case.dtype].type(0.5)
     k[:, hidden, :, 0] = -np.inf
     return q, k, v
+
+
+def check_masked_keys(case: Case, first: int, poison: float, rows: int | None = None) -> None:
+    """Fail unless the first `rows` rows have the same bits if keys from `first` on are `poison`."""
+    q, k, v = random_values(case)
+    clean = run(case, (q, k, v))
+    k[:, first:] = poison
+    poisoned = run(case, (q, k, v))
+    np.testing.assert_array_equal(bits(clean[0][:, :rows]), bits(poisoned[0][:, :rows]))
+    np.testing.assert_array_equal(clean[1][:, :, :rows], poisoned[1][:, :, :rows])

@@ -51,22 +51,13 @@ class OnlyDlpackNamespace:
 class Library:
     """Array library on the CPU or on a GPU.
 
-    Attributes
-    ----------
-    name
-        Name of the library in the names of tests.
-    convert
-        Function that converts a NumPy array; returns it unchanged if the library lacks the dtype.
-    type
-        Type of the library's arrays.
-    is_immutable
-        Whether its arrays cannot be written to.
+    `convert` converts a NumPy array, and returns it unchanged if the library lacks the dtype.
     """
 
-    name: str
+    name: str  # name of the library in the names of tests
     convert: Callable[[np.ndarray], Any]
-    type: Any
-    is_immutable: bool = False
+    type: Any  # type of the library's arrays
+    is_immutable: bool = False  # whether its arrays cannot be written to
 
 
 def host_array(array: Any) -> np.ndarray:

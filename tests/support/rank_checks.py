@@ -25,6 +25,7 @@ from cupy_flash import attention_reference, parallel
 from cupy_flash.parallel import calls
 from support.calls.modified_calls import DTYPES, ModifiedCall
 from support.calls.sequence_support import random_kvcache_case
+from support.gpu import cupy
 from support.gradients.gradient_calls import GradientCall
 from support.gradients.gradient_rule import check_gradients
 
@@ -38,18 +39,11 @@ _CHECK_SECONDS = 30.0
 class Ranks(NamedTuple):
     """Ranks that make a check.
 
-    Attributes
-    ----------
-    group
-        Group of the ranks.
-    xp
-        NumPy or CuPy, whose arrays the ranks exchange.
-    anew
-        Function that makes a group of these ranks with a new communicator and a given time limit.
+    `anew` makes a group of these ranks with a new communicator and a given time limit.
     """
 
     group: parallel.Group
-    xp: Any
+    xp: Any  # NumPy or CuPy, whose arrays the ranks exchange
     anew: Callable[[float], parallel.Group]
 
     def place(self, array: Any) -> Any:
@@ -86,14 +80,9 @@ def random_call(rng: np.random.Generator, dtype: str, *, packed: bool) -> Modifi
     seqlen_q = int(rng.integers(1, 160))
     seqlen_k = seqlen_q if packed or rng.integers(2) else int(rng.integers(1, 160))
     outer = () if packed else (int(rng.integers(1, 3)),)
-    shapes = {
-        "q": (seqlen_q, heads_q, dim),
-        "k": (seqlen_k, heads_kv, dim),
-        "v": (seqlen_k, heads_kv, dim_v),
-    }
-    arrays = {
-        name: rng.standard_normal((*outer, *shape)).astype(real) for name, shape in shapes.items()
-    }
+    shapes = {"q": (seqlen_q, heads_q, dim)}
+    shapes |= {"k": (seqlen_k, heads_kv, dim), "v": (seqlen_k, heads_kv, dim_v)}
+    arrays = {n: rng.standard_normal((*outer, *x)).astype(real) for n, x in shapes.items()}
     options: dict[str, Any] = {"causal": bool(rng.integers(2))}
     if rng.integers(2):
         sides = [None if rng.integers(3) == 0 else int(rng.integers(0, 60)) for _ in range(2)]
@@ -124,13 +113,11 @@ class Sharded:
         self.is_packed = call.kind == "varlen"
         self.order = str(rng.choice(["zigzag", "zigzag", "contiguous"]))
         heads_q, heads_kv = (call.arrays[name].shape[-2] for name in "qk")
-        size = self.group.size
-        degrees = [
-            h
-            for h in range(1, size + 1)
-            if not (size % h or heads_q % h or (heads_kv % h and h % heads_kv))
-        ]
-        self.head_ranks = int(rng.choice(degrees))
+
+        def is_possible(h: int) -> bool:
+            return not (self.group.size % h or heads_q % h or (heads_kv % h and h % heads_kv))
+
+        self.head_ranks = int(rng.choice([*filter(is_possible, range(1, self.group.size + 1))]))
 
     def shard(self, array: np.ndarray, axis: int = 1) -> Any:
         batched = array[None] if self.is_packed else array
@@ -159,14 +146,8 @@ class Sharded:
         named |= {n: self.ranks.place(arrays[n]) for n in modifiers if n in arrays}
         if self.is_packed:
             named["cu_seqlens"] = arrays["cu_seqlens_q"].tolist()
-        seqlen, seqlen_k = self.seqlens
-        return {
-            "seqlen": seqlen,
-            "seqlen_k": seqlen_k,
-            "order": self.order,
-            "head_ranks": self.head_ranks,
-            **named,
-        }
+        named |= {"order": self.order, "head_ranks": self.head_ranks}
+        return named | dict(zip(("seqlen", "seqlen_k"), self.seqlens, strict=True))
 
     def forward(self) -> tuple[Any, Any]:
         out, lse = parallel.flash_attention(*self.qkv, self.group, **self.options, return_lse=True)
@@ -212,24 +193,12 @@ def check_backward(ranks: Ranks, rng: np.random.Generator, *, packed: bool) -> N
         check_gradients(call, found)
 
 
-@check
-def attention(ranks: Ranks, rng: np.random.Generator) -> None:
-    check_forward(ranks, rng, packed=False)
-
-
-@check
-def attention_of_packed_sequences(ranks: Ranks, rng: np.random.Generator) -> None:
-    check_forward(ranks, rng, packed=True)
-
-
-@check
-def gradients(ranks: Ranks, rng: np.random.Generator) -> None:
-    check_backward(ranks, rng, packed=False)
-
-
-@check
-def gradients_of_packed_sequences(ranks: Ranks, rng: np.random.Generator) -> None:
-    check_backward(ranks, rng, packed=True)
+CHECKS |= {
+    "attention": functools.partial(check_forward, packed=False),
+    "attention_of_packed_sequences": functools.partial(check_forward, packed=True),
+    "gradients": functools.partial(check_backward, packed=False),
+    "gradients_of_packed_sequences": functools.partial(check_backward, packed=True),
+}
 
 
 @check
@@ -259,15 +228,8 @@ def generation(ranks: Ranks, rng: np.random.Generator) -> None:
         new, stripe = int(rng.integers(0, 20)), int(rng.integers(1, 17))
         causal = bool(rng.integers(2))
         most = max(1, new) if causal else 5
-        case = random_kvcache_case(
-            rng,
-            batch=3,
-            dtype=dtype,
-            seqlen_new=new,
-            seqlen_q=int(rng.integers(1, most + 1)),
-            causal=causal,
-        )
-        problem = case.problem()
+        sizes = {"batch": 3, "seqlen_new": new, "seqlen_q": int(rng.integers(1, most + 1))}
+        problem = random_kvcache_case(rng, dtype=dtype, causal=causal, **sizes).problem()
         given = problem.arguments()
         wholes = given["k_cache"], given["v_cache"]
         caches = [ranks.place(_rows_of_rank(group, whole, stripe)) for whole in wholes]
@@ -519,21 +481,15 @@ def a_rank_that_raises_in_a_call_that_the_others_know_makes_no_other(
 
 # Checks that also work with one rank; all others need several ranks.
 _OF_ONE_RANK = (
-    attention,
-    attention_of_packed_sequences,
-    gradients,
-    gradients_of_packed_sequences,
-    the_same_bits_again,
-    shards_come_together_again,
-    generation,
-    what_all_ranks_refuse_leaves_nothing_behind,
-    integers_of_numpy_are_integers,
+    *("attention", "attention_of_packed_sequences", "gradients", "gradients_of_packed_sequences"),
+    *("the_same_bits_again", "shards_come_together_again", "generation"),
+    *("what_all_ranks_refuse_leaves_nothing_behind", "integers_of_numpy_are_integers"),
 )
 
 
 def checks_of(ranks: int) -> dict[str, Check]:
     """Return the checks for this number of ranks, by name."""
-    return {n: f for n, f in CHECKS.items() if ranks > 1 or f in _OF_ONE_RANK}
+    return {name: f for name, f in CHECKS.items() if ranks > 1 or name in _OF_ONE_RANK}
 
 
 # Function of a unique name and a time limit that makes a group with a new communicator.
@@ -569,7 +525,6 @@ def appear(places: list[Path], *, seconds: float) -> bool:
 
 def over_nccl(communicator: Any, seed: int, folder: Path) -> None:
     """Make all checks on the current GPU, and write the outcome of each to the folder."""
-    import cupy
     from cupy.cuda import nccl
 
     rank, size = communicator.rank_id(), communicator.size()

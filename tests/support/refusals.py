@@ -24,10 +24,7 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
 
 
 def assert_refused(
-    function: Callable[..., Any],
-    error: type[Exception],
-    message: str,
-    arguments: dict[str, Any],
+    function: Callable[..., Any], error: type[Exception], message: str, arguments: dict[str, Any]
 ) -> None:
     """Fail unless a call raises the error with this message, and leaves all arrays unchanged."""
     arrays = [x for x in arguments.values() if isinstance(x, np.ndarray)]

@@ -21,6 +21,7 @@ from support.calls.latent_support import check_latent
 from support.calls.modified_calls import ModifiedCall
 from support.calls.quantized_support import QuantizedCase
 from support.calls.sequence_support import KVCacheCase, VarlenCase
+from support.gpu import cupy
 from support.gpu.gpu_sequences import Place, check_kvcache, check_varlen
 from support.gpu.gpu_support import DTYPES, Case, check, current_device, random_values
 from support.gradients.gradient_calls import ROWS, GradientCall
@@ -79,8 +80,6 @@ class TunedCall:
         """Fail unless the call is computed right."""
         case = self.case
         if case.is_backward:
-            import cupy
-
             call = self._gradients()
             check_gradients(call, call.run(cupy, **self._choice))
         elif case.kind == "varlen":

@@ -48,7 +48,7 @@ def _limit(name: str, value: int) -> Change:
 def _no_such_pages(arguments: Arguments) -> None:
     table = arguments["block_table"]
     pages, page_size, _, _ = arguments["k_cache" if "k_cache" in arguments else "k"].shape
-    # Pages become invalid: the first of a sequence, middle ones, those of new rows; all of one.
+    # Some pages of sequences 0 and 1 become invalid, also those of new rows; all of sequence 2.
     for b, row, number in (
         (0, 0, pages),
         (0, 40, -1),
@@ -125,11 +125,7 @@ KVCACHE_CALLS += [("pages that there are not", page_size) for page_size in OTHER
 
 
 def wrong_kvcache(
-    change: str,
-    page_size: int,
-    dtype: str,
-    seqlen_new: int,
-    heads: tuple[int, int] = HEADS[0],
+    change: str, page_size: int, dtype: str, seqlen_new: int, heads: tuple[int, int] = HEADS[0]
 ) -> Arguments:
     """Return arguments of `flash_attention_with_kvcache` for 3 sequences, with invalid numbers."""
     rng = np.random.default_rng(19)
@@ -170,11 +166,7 @@ def check_varlen_result(arguments: Arguments, out: np.ndarray, lse: np.ndarray) 
 
 
 def check_kvcache_result(
-    arguments: Arguments,
-    out: np.ndarray,
-    lse: np.ndarray,
-    k_cache: np.ndarray,
-    v_cache: np.ndarray,
+    arguments: Arguments, out: np.ndarray, lse: np.ndarray, k_cache: np.ndarray, v_cache: np.ndarray
 ) -> None:
     """Fail unless the result and both caches agree with the reference for these numbers.
 

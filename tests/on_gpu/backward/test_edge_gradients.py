@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.gpu import cupy
 from support.gpu.gpu_support import DTYPES
 from support.gradients.edge_gradients import (
     EXTREME_SCORES,
@@ -49,8 +50,6 @@ of_kernels = pytest.mark.parametrize(("family", "dtype", "head_dim"), KERNELS)
 
 def backward(call: EdgeCall, arrays: dict[str, np.ndarray], results: Any, family: str) -> Any:
     """Return the gradients of a family; skip the test if it does not support the call."""
-    import cupy
-
     try:
         return call.backward(arrays, results, cupy, family=family)
     except UnsupportedError as error:
@@ -70,8 +69,6 @@ def assert_same(found: np.ndarray, expected: np.ndarray, dtype: str) -> None:
 def test_scores_of_a_row_that_sees_one_key_have_no_gradient(
     way: str, size_of_q: float, family: str, dtype: str, head_dim: int, rng: Any
 ) -> None:
-    import cupy
-
     call = ONE_KEY[way](rng)
     arrays = call.arrays(dtype, head_dim, rng, size_of_q)
     dq, dk, dv = backward(call, arrays, call.forward(arrays, cupy), family)
@@ -87,8 +84,6 @@ def test_scores_of_a_row_that_sees_one_key_have_no_gradient(
 def test_rounding_of_lse_leaves_the_scores_of_one_key_no_gradient(
     family: str, dtype: str, head_dim: int, rng: Any
 ) -> None:
-    import cupy
-
     arrays = large_scores_of_one_key(dtype, head_dim, rng)
     call = ONE_KEY["key"](rng)
     out, lse = call.forward(arrays, cupy)
@@ -103,8 +98,6 @@ def test_rounding_of_lse_leaves_the_scores_of_one_key_no_gradient(
 def test_rows_that_see_other_keys_with_little_weight_have_gradients(
     family: str, dtype: str, head_dim: int, rng: Any
 ) -> None:
-    import cupy
-
     call = confident_call(dtype, head_dim, rng)
     try:
         check_gradients(call, call.run(cupy, family=family))
@@ -117,8 +110,6 @@ def test_rows_that_see_other_keys_with_little_weight_have_gradients(
 def test_what_nobody_sees_leaves_no_trace(
     way: str, family: str, dtype: str, head_dim: int, rng: Any
 ) -> None:
-    import cupy
-
     call = NONE[way](rng)
     arrays = call.poisoned(call.arrays(dtype, head_dim, rng), 0)
     results = call.forward(arrays, cupy)
@@ -134,8 +125,6 @@ def test_what_nobody_sees_leaves_no_trace(
 def test_what_some_see_reaches_only_those(
     name: str, family: str, dtype: str, head_dim: int, rng: Any
 ) -> None:
-    import cupy
-
     # Kernels remove NaN from tiles only if a mask may hide whole rows or keys, as this array may.
     call = EdgeCall(150, 150, {"mask": np.tri(150, dtype=bool)[None, None]})
     arrays = call.arrays(dtype, head_dim, rng)
@@ -157,8 +146,6 @@ def test_what_some_see_reaches_only_those(
 def test_packed_rows_without_keys_leave_no_trace(
     family: str, dtype: str, head_dim: int, value: float, rng: Any
 ) -> None:
-    import cupy
-
     # The first 20 queries of sequence 0 and all queries of sequence 1 attend to no key.
     lengths = tuple(map(cupy.asarray, np.array([[0, 70, 90, 160], [0, 50, 50, 150]], np.int32)))
     options: dict[str, Any] = {"causal": True}
@@ -196,8 +183,6 @@ def test_packed_rows_without_keys_leave_no_trace(
 def test_float32_rows_of_a_small_dout_are_as_exact_as_others(
     family: str, head_dim: int, size: float, options: dict[str, Any], rng: Any
 ) -> None:
-    import cupy
-
     q, k, v, dout = rng.standard_normal((4, 2, 200, 2, head_dim)).astype(np.float32)
     dout[:, 1::2] *= size
     if options:
@@ -223,8 +208,6 @@ def test_float32_rows_of_a_small_dout_are_as_exact_as_others(
 def test_rows_of_extreme_scores_have_no_gradient(
     family: str, dtype: str, head_dim: int, score: float, rng: Any
 ) -> None:
-    import cupy
-
     try:
         found, zeroed = gradients_of_padding(rng, cupy, dtype, head_dim, score, family=family)
     except UnsupportedError as error:

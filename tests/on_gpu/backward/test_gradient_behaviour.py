@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gpu.gpu_support import DTYPES, bits, require_free_memory
+from support.gpu import cupy
+from support.gpu.gpu_support import DTYPES, bits, capture_call, require_free_memory
 
 from cupy_flash import (
     UnsupportedError,
@@ -20,7 +21,9 @@ from cupy_flash.families import FAMILIES
 pytestmark = pytest.mark.gpu
 
 KINDS = ("dense", "padded", "varlen")
-# All dtypes; for the two families with ordered accumulation also all kinds and several head dims.
+Kernel = tuple[str, str, str, int]  # family, dtype, kind and head_dim of a call
+# Calls of every family and dtype. Two families accumulate dq in a fixed order, and also have calls
+# of all kinds and several head dims.
 CALLS = [(family, dtype, "dense", 64) for family in FAMILIES["backward"] for dtype in DTYPES]
 CALLS += [
     (family, dtype, kind, head_dim)
@@ -30,7 +33,11 @@ CALLS += [
     for head_dim in (64, 128, 192, 256)
     if (kind, head_dim) != ("dense", 64)
 ]
-of_calls = pytest.mark.parametrize(("family", "dtype", "kind", "head_dim"), CALLS)
+
+
+@pytest.fixture(params=CALLS, ids=lambda call: "-".join(map(str, call)))
+def kernel(request: pytest.FixtureRequest) -> Kernel:
+    return request.param
 
 
 class Pass:
@@ -46,8 +53,6 @@ class Pass:
         seqlen: int = 333,
         heads: int = 6,
     ) -> None:
-        import cupy
-
         rng = np.random.default_rng(3)
         rows = (2 * seqlen,) if kind == "varlen" else (2, seqlen)
         shapes = {"q": heads, "k": heads // 2, "v": heads // 2, "dout": heads}
@@ -90,14 +95,9 @@ def assert_equal_bits(found: tuple[Any, ...], expected: list[np.ndarray]) -> Non
         np.testing.assert_array_equal(gradient, of_first)
 
 
-@of_calls
-def test_a_thousand_passes_give_the_same_bits(
-    family: str, dtype: str, kind: str, head_dim: int
-) -> None:
-    import cupy
-
+def test_a_thousand_passes_give_the_same_bits(kernel: Kernel) -> None:
     # Each head has several KV tiles, whose thread blocks run at the same time.
-    call = Pass(family, dtype, kind, head_dim, seqlen=777, heads=8)
+    call = Pass(*kernel, seqlen=777, heads=8)
     first = [gradient.copy() for gradient in call.run()]
     unequal = cupy.zeros((), np.int64)
     for _ in range(1000):
@@ -106,13 +106,8 @@ def test_a_thousand_passes_give_the_same_bits(
     assert int(unequal) == 0
 
 
-@of_calls
-def test_what_the_memory_held_before_does_not_matter(
-    family: str, dtype: str, kind: str, head_dim: int
-) -> None:
-    import cupy
-
-    call = Pass(family, dtype, kind, head_dim)
+def test_what_the_memory_held_before_does_not_matter(kernel: Kernel) -> None:
+    call = Pass(*kernel)
     expected = bits_of(call.run())
     for value in (np.nan, np.inf, 1.0):
         # The memory pool reuses this memory for workspaces and results.
@@ -122,13 +117,8 @@ def test_what_the_memory_held_before_does_not_matter(
         assert_equal_bits(call.run(), expected)
 
 
-@of_calls
-def test_a_captured_pass_replays_on_new_contents(
-    family: str, dtype: str, kind: str, head_dim: int
-) -> None:
-    import cupy
-
-    call = Pass(family, dtype, kind, head_dim)
+def test_a_captured_pass_replays_on_new_contents(kernel: Kernel) -> None:
+    call = Pass(*kernel)
     values = {name: array.copy() for name, array in call.arrays.items()}
     expected = bits_of(call.run())
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -136,10 +126,7 @@ def test_a_captured_pass_replays_on_new_contents(
     with stream:
         for array in call.arrays.values():
             array[...] = 0
-        call.run()
-        stream.begin_capture()
-        gradients = call.run()
-        graph = stream.end_capture()
+        graph, gradients = capture_call(stream, call.run)
         for name, array in call.arrays.items():
             array[...] = values[name]
         for _ in range(2):
@@ -148,13 +135,8 @@ def test_a_captured_pass_replays_on_new_contents(
             assert_equal_bits(gradients, expected)
 
 
-@of_calls
-def test_passes_on_streams_that_run_at_once_do_not_disturb_each_other(
-    family: str, dtype: str, kind: str, head_dim: int
-) -> None:
-    import cupy
-
-    call = Pass(family, dtype, kind, head_dim)
+def test_passes_on_streams_that_run_at_once_do_not_disturb_each_other(kernel: Kernel) -> None:
+    call = Pass(*kernel)
     expected = bits_of(call.run())
     cupy.cuda.Device().synchronize()
     found = []
@@ -170,8 +152,6 @@ def test_passes_on_streams_that_run_at_once_do_not_disturb_each_other(
 @pytest.mark.parametrize("family", FAMILIES["backward"])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_arrays_of_more_than_2_to_the_31_elements_are_right(family: str, dtype: str) -> None:
-    import cupy
-
     batch, seqlen, heads, dim = 2050, 128, 128, 64
     assert batch * seqlen * heads * dim > 2**31
     size = DTYPES[dtype].itemsize

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
+from support.gpu import cupy
 from support.wrong_numbers import VARLEN_CALLS, wrong_varlen
 
 from cupy_flash import UnsupportedError, flash_attention_varlen_backward
@@ -102,8 +103,6 @@ def formula(
 def test_whatever_lengths_there_are_each_row_is_of_one_sequence_and_is_written(
     change: str, dtype: str, family: str, rng: np.random.Generator
 ) -> None:
-    import cupy
-
     arguments = wrong_varlen(change, 0, dtype)
     del arguments["block_table"]
     on_gpu = {n: cupy.asarray(x) if isinstance(x, np.ndarray) else x for n, x in arguments.items()}
@@ -114,14 +113,9 @@ def test_whatever_lengths_there_are_each_row_is_of_one_sequence_and_is_written(
     lse = rng.uniform(6, 8, shape[1::-1]).astype(np.float32)
     given = {f"d{n}": cupy.full(on_gpu[n].shape, np.nan, arguments[n].dtype) for n in "qkv"}
     try:
-        flash_attention_varlen_backward(
-            cupy.asarray(dout),
-            out=cupy.asarray(out),
-            lse=cupy.asarray(lse),
-            **on_gpu,
-            **given,
-            family=family,
-        )
+        results = {"out": cupy.asarray(out), "lse": cupy.asarray(lse)}
+        rows = cupy.asarray(dout)
+        flash_attention_varlen_backward(rows, **on_gpu, **results, **given, family=family)
     except UnsupportedError as error:
         pytest.skip(str(error))
     expected = formula(arguments, dout, out, lse)

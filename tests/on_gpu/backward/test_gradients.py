@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.calls.modified_calls import DTYPES, ModifiedCall
+from support.gpu import cupy
 from support.gpu.gpu_support import current_device
 from support.gradients.gradient_calls import KINDS, ROWS, GradientCall, random_gradient_call
 from support.gradients.gradient_rule import check_gradients
@@ -35,8 +36,6 @@ def draw(test: int, number: int) -> tuple[GradientCall, str | None]:
 
 @pytest.mark.parametrize("test", range(TESTS))
 def test_random_gradients_are_right_in_every_family(test: int) -> None:
-    import cupy
-
     for number in range(CALLS):
         call, family = draw(test, number)
         try:
@@ -79,8 +78,6 @@ def tiles() -> list[tuple[str, int, Any]]:
 def test_every_tile_that_is_legal_gives_the_gradients(
     rng: np.random.Generator, family: str, head_dim: int, tile: Any
 ) -> None:
-    import cupy
-
     case = tiled_case(head_dim)
     shapes = dict(zip((*ROWS, "dout"), (*case.bshd_shapes, case.bshd_shapes[0]), strict=True))
     arrays = {n: rng.standard_normal(x).astype(DTYPES[case.dtype]) for n, x in shapes.items()}
@@ -91,8 +88,6 @@ def test_every_tile_that_is_legal_gives_the_gradients(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_same_inputs_give_the_same_bits(dtype: str) -> None:
-    import cupy
-
     rng = np.random.default_rng(0)
     call = random_gradient_call(rng, dtype, "dense", head_dims=(64,), longest=(300, 300))
     first = call.run(cupy)

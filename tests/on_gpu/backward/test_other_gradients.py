@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.calls.modified_calls import DTYPES, SCORE_MODS, ModifiedCall
+from support.gpu import cupy
+from support.gpu.gpu_support import capture_call
 from support.gradients.gradient_calls import GradientCall
 from support.gradients.gradient_rule import check_gradients
 
@@ -56,8 +58,6 @@ def make_call(
 
 def check(call: GradientCall, **how: Any) -> dict[str, np.ndarray]:
     """Check the gradients, and that further calls give the same bits; return the gradients."""
-    import cupy
-
     found = call.run(cupy, **how)
     check_gradients(call, found)
     for _ in range(3):
@@ -124,8 +124,6 @@ def test_an_array_may_have_an_element_for_each_pair(made_of) -> None:
 
 
 def test_an_array_may_have_no_axes(made_of) -> None:
-    import cupy
-
     gain = np.array([1.25], np.float32)
     (expected,) = check(
         make_call(mod=made_of(lambda score, gain: score * gain[0], gain=gain))
@@ -153,8 +151,6 @@ def test_all_gradients_of_a_call_in_every_family(family: str) -> None:
 
 @pytest.mark.parametrize("kind", ["dense", "varlen"])
 def test_what_is_no_number_stays_in_its_elements(kind: str, made_of) -> None:
-    import cupy
-
     rows = sum(LENGTHS_Q) if kind == "varlen" else SEQLEN_Q
     # Queries have positions among the keys; the last query is at the last key.
     position = 30 + SEQLEN_K - (LENGTHS_Q[0] if kind == "varlen" else SEQLEN_Q)
@@ -174,8 +170,6 @@ def test_what_is_no_number_stays_in_its_elements(kind: str, made_of) -> None:
 
 
 def test_rows_that_see_nothing_leave_no_trace_of_dout_in_sinks() -> None:
-    import cupy
-
     rng = np.random.default_rng(8)
     seen = rng.random((BATCH, 1, SEQLEN_Q, 1)) < 0.7
     sinks = np.array([-np.inf, -3, 0, 20], np.float32)
@@ -188,8 +182,6 @@ def test_rows_that_see_nothing_leave_no_trace_of_dout_in_sinks() -> None:
 
 
 def test_gradients_are_captured_in_a_graph() -> None:
-    import cupy
-
     rng = np.random.default_rng(9)
     table = rng.standard_normal((HEADS, 41)).astype(np.float32)
     call = make_call(
@@ -201,11 +193,8 @@ def test_gradients_are_captured_in_a_graph() -> None:
     expected = cupy_flash.flash_attention_backward(*positional, **named)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        # This call leaves memory in the pool for the capture, which cannot allocate any.
-        cupy_flash.flash_attention_backward(*positional, **named)
-        stream.begin_capture()
-        found = cupy_flash.flash_attention_backward(*positional, **named)
-        graph = stream.end_capture()
+        backward = cupy_flash.flash_attention_backward
+        graph, found = capture_call(stream, backward, *positional, **named)
         for _ in range(2):
             for array in found:
                 array.fill(np.nan)

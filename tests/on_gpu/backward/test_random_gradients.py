@@ -7,6 +7,7 @@ the classes over the workers.
 from __future__ import annotations
 
 import pytest
+from support.gpu import cupy
 from support.gradients.gradient_cases import CALLS, CLASSES, FIRST, check
 
 pytestmark = pytest.mark.gpu
@@ -14,7 +15,5 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("of_class", range(CLASSES))
 def test_results_of_random_calls_are_right(of_class: int) -> None:
-    import cupy
-
     for call in range(CALLS):
         check(FIRST + call * CLASSES + of_class, cupy)

@@ -10,7 +10,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support.gpu.gpu_support import Case, Truth, random_values
+from support.gpu import cupy
+from support.gpu.gpu_support import Case, Truth, random_values, with_zero_stride
 
 from cupy_flash import (
     UnsupportedError,
@@ -28,8 +29,6 @@ SHAPE_Q, SHAPE_K = CASE.shape("q"), CASE.shape("k")
 
 
 def gpu(array: np.ndarray) -> Any:
-    import cupy
-
     return cupy.asarray(array)
 
 
@@ -49,113 +48,94 @@ def zeros(*shape: int, dtype: Any = np.float16) -> Any:
     return gpu(np.zeros(shape, dtype))
 
 
-Change = Callable[[Any, Any, Any], tuple[tuple[Any, Any, Any], dict[str, Any]]]
+# Function of q, k and v that returns the arguments to change.
+Change = Callable[[Any, Any, Any], dict[str, Any]]
 
 WRONG_KINDS: dict[str, tuple[Change, str]] = {
-    "q on the host": (
-        lambda q, k, v: ((q.get(), k, v), {}),
-        "q lies in host memory and k on a GPU",
-    ),
-    "v on the host": (
-        lambda q, k, v: ((q, k, v.get()), {}),
-        "v lies in host memory and q on a GPU",
-    ),
-    "out on the host": (
-        lambda q, k, v: ((q, k, v), {"out": q.get()}),
-        "out lies in host memory and q on a GPU",
-    ),
-    "a list": (lambda q, k, v: (([[[[1.0]]]], k, v), {}), "q is a list"),
+    "q on the host": (lambda q, k, v: {"q": q.get()}, "q lies in host memory and k on a GPU"),
+    "v on the host": (lambda q, k, v: {"v": v.get()}, "v lies in host memory and q on a GPU"),
+    "out on the host": (lambda q, k, v: {"out": q.get()}, "out lies in host memory and q on a GPU"),
+    "a list": (lambda q, k, v: {"q": [[[[1.0]]]]}, "q is a list"),
     "k of another dtype": (
-        lambda q, k, v: ((q, zeros(*SHAPE_K, dtype=np.float32), v), {}),
+        lambda q, k, v: {"k": zeros(*SHAPE_K, dtype=np.float32)},
         "q, k and v must have one dtype, but are float16, float32 and float16",
     ),
     "bfloat16 among float16": (
-        lambda q, k, v: ((q, k, zeros(*SHAPE_K, dtype=ml_dtypes.bfloat16)), {}),
+        lambda q, k, v: {"v": zeros(*SHAPE_K, dtype=ml_dtypes.bfloat16)},
         "float16, float16 and bfloat16",
     ),
     "integers": (
-        lambda q, k, v: (tuple(gpu(np.zeros(SHAPE_Q, np.int32)) for _ in range(3)), {}),
+        lambda q, k, v: {name: zeros(*SHAPE_Q, dtype=np.int32) for name in "qkv"},
         "q has dtype int32",
     ),
     "complex numbers": (
-        lambda q, k, v: (tuple(gpu(np.zeros(SHAPE_Q, np.complex64)) for _ in range(3)), {}),
+        lambda q, k, v: {name: zeros(*SHAPE_Q, dtype=np.complex64) for name in "qkv"},
         "q has dtype complex64",
     ),
     "out of another dtype": (
-        lambda q, k, v: ((q, k, v), {"out": zeros(*SHAPE_Q, dtype=np.float32)}),
+        lambda q, k, v: {"out": zeros(*SHAPE_Q, dtype=np.float32)},
         "out has dtype float32",
     ),
-    "tile of one number": (lambda q, k, v: ((q, k, v), {"tile": 64}), "tile is 64"),
+    "tile of one number": (lambda q, k, v: {"tile": 64}, "tile is 64"),
 }
 
 WRONG_VALUES: dict[str, tuple[Change, str]] = {
     "three axes": (
-        lambda q, k, v: ((q[0], k, v), {}),
+        lambda q, k, v: {"q": q[0]},
         "k has 4 axes, shape (2, 90, 2, 64); expected 3, as q has",
     ),
-    "no axes": (lambda q, k, v: ((q, gpu(np.zeros((), np.float16)), v), {}), "k has 0 axes"),
-    "another batch": (lambda q, k, v: ((q[:1], k, v), {}), "k has batch 2, but q has 1"),
-    "another head_dim": (lambda q, k, v: ((q[..., :32], k, v), {}), "k has head_dim 64"),
-    "fewer values than keys": (lambda q, k, v: ((q, k, v[:, 1:]), {}), "one seqlen"),
-    "heads of v": (lambda q, k, v: ((q, k, v[:, :, :1]), {}), "one number of heads"),
+    "no axes": (lambda q, k, v: {"k": zeros()}, "k has 0 axes"),
+    "another batch": (lambda q, k, v: {"q": q[:1]}, "k has batch 2, but q has 1"),
+    "another head_dim": (lambda q, k, v: {"q": q[..., :32]}, "k has head_dim 64"),
+    "fewer values than keys": (lambda q, k, v: {"v": v[:, 1:]}, "one seqlen"),
+    "heads of v": (lambda q, k, v: {"v": v[:, :, :1]}, "one number of heads"),
     "heads that do not divide": (
-        lambda q, k, v: ((q[:, :, :3], k, v), {}),
+        lambda q, k, v: {"q": q[:, :, :3]},
         "q has 3 heads; expected a multiple of the 2 heads",
     ),
-    "no key heads": (
-        lambda q, k, v: ((q, k[:, :, :0], v[:, :, :0]), {}),
-        "k and v have no heads",
-    ),
+    "no key heads": (lambda q, k, v: {"k": k[:, :, :0], "v": v[:, :, :0]}, "k and v have no heads"),
     "head_dim over 576": (
-        lambda q, k, v: (tuple(zeros(1, 8, 1, 577) for _ in range(3)), {}),
+        lambda q, k, v: {name: zeros(1, 8, 1, 577) for name in "qkv"},
         "head_dim of q and k is 577; expected 1 to 576",
     ),
-    "head_dim 0": (lambda q, k, v: ((q[..., :0], k[..., :0], v), {}), "is 0; expected 1 to 576"),
-    "layout": (lambda q, k, v: ((q, k, v), {"layout": "sbhd"}), "layout is 'sbhd'"),
-    "backend": (lambda q, k, v: ((q, k, v), {"backend": "tpu"}), "backend is 'tpu'"),
-    "cpu backend": (lambda q, k, v: ((q, k, v), {"backend": "cpu"}), "pass NumPy arrays"),
-    "NaN scale": (lambda q, k, v: ((q, k, v), {"softmax_scale": np.nan}), "softmax_scale is nan"),
-    "infinite scale": (lambda q, k, v: ((q, k, v), {"softmax_scale": np.inf}), "is inf"),
-    "offset without a mask": (lambda q, k, v: ((q, k, v), {"q_offset": 3}), "causal=True"),
-    "family": (lambda q, k, v: ((q, k, v), {"family": "magic"}), "unknown family 'magic'"),
-    "tile": (lambda q, k, v: ((q, k, v), {"tile": {"rows": 4}}), "unknown tile field 'rows'"),
+    "head_dim 0": (lambda q, k, v: {"q": q[..., :0], "k": k[..., :0]}, "is 0; expected 1 to 576"),
+    "layout": (lambda q, k, v: {"layout": "sbhd"}, "layout is 'sbhd'"),
+    "backend": (lambda q, k, v: {"backend": "tpu"}, "backend is 'tpu'"),
+    "cpu backend": (lambda q, k, v: {"backend": "cpu"}, "pass NumPy arrays"),
+    "NaN scale": (lambda q, k, v: {"softmax_scale": np.nan}, "softmax_scale is nan"),
+    "infinite scale": (lambda q, k, v: {"softmax_scale": np.inf}, "is inf"),
+    "offset without a mask": (lambda q, k, v: {"q_offset": 3}, "causal=True"),
+    "family": (lambda q, k, v: {"family": "magic"}, "unknown family 'magic'"),
+    "tile": (lambda q, k, v: {"tile": {"rows": 4}}, "unknown tile field 'rows'"),
     "shape of out": (
-        lambda q, k, v: ((q, k, v), {"out": zeros(2, 71, 4, 64)}),
+        lambda q, k, v: {"out": zeros(2, 71, 4, 64)},
         "out has shape (2, 71, 4, 64); expected (2, 70, 4, 64)",
     ),
     "out with gaps in its rows": (
-        lambda q, k, v: ((q, k, v), {"out": zeros(2, 70, 4, 128)[..., ::2]}),
+        lambda q, k, v: {"out": zeros(2, 70, 4, 128)[..., ::2]},
         "contiguous last axis",
     ),
     "out over itself": (
-        lambda q, k, v: ((q, k, v), {"out": with_one_head(zeros(*SHAPE_Q))}),
+        lambda q, k, v: {"out": with_zero_stride(zeros(*SHAPE_Q), 2)},
         "out overlaps itself",
     ),
 }
 
 
-def with_one_head(array: Any) -> Any:
-    """Return a view in which every head is the first head."""
-    import cupy
-
-    strides = (*array.strides[:2], 0, array.strides[3])
-    return cupy.ndarray(array.shape, array.dtype, array.data, strides)
-
-
 @pytest.mark.parametrize("name", WRONG_KINDS)
 def test_a_wrong_kind_or_dtype_is_a_type_error(name: str, qkv: list[Any]) -> None:
     change, message = WRONG_KINDS[name]
-    arrays, options = change(*qkv)
+    arguments = dict(zip("qkv", qkv, strict=True)) | change(*qkv)
     with pytest.raises(TypeError, match=re.escape(message)):
-        flash_attention(*arrays, **options)
+        flash_attention(**arguments)
 
 
 @pytest.mark.parametrize("name", WRONG_VALUES)
 def test_a_wrong_shape_or_value_is_a_value_error(name: str, qkv: list[Any]) -> None:
     change, message = WRONG_VALUES[name]
-    arrays, options = change(*qkv)
+    arguments = dict(zip("qkv", qkv, strict=True)) | change(*qkv)
     with pytest.raises(ValueError, match=re.escape(message)):
-        flash_attention(*arrays, **options)
+        flash_attention(**arguments)
 
 
 @pytest.mark.parametrize("shape", [(2, 70, 4, 64), (2, 70, 2, 4, 64), (70,)])
@@ -191,8 +171,6 @@ def test_a_family_that_lacks_the_dtype_is_refused(qkv: list[Any]) -> None:
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("offset", [0, 1, 64, 70 * 2 * 64])
 def test_out_may_not_overlap_an_input(name: str, offset: int, qkv: list[Any]) -> None:
-    import cupy
-
     index = "qkv".index(name)
     size = int(np.prod(SHAPE_Q))
     shape = qkv[index].shape
@@ -211,8 +189,6 @@ MISALIGNED = [("float32", 2), ("float16", 1), ("bfloat16", 1), ("float64", 4)]
 
 def beside(array: np.ndarray, offset: int) -> Any:
     """Return the array on the GPU, `offset` bytes past an aligned address."""
-    import cupy
-
     memory = cupy.asarray(np.zeros(array.nbytes + 16, np.uint8))
     moved = cupy.ndarray(array.shape, array.dtype, memory.data + offset)
     whole = np.zeros(memory.nbytes, np.uint8)
@@ -321,29 +297,17 @@ def test_an_out_of_jax_is_refused(qkv: list[Any]) -> None:
     assert not np.asarray(out).any()
 
 
-def even_and_odd_heads(array: Any) -> tuple[Any, Any]:
-    return array[:, :, ::2], array[:, :, 1::2]
+Split = Callable[[Any], tuple[Any, Any]]
+SPLITS: dict[str, tuple[Split, tuple[int, ...]]] = {
+    "even_and_odd_heads": (lambda x: (x[:, :, ::2], x[:, :, 1::2]), (2, 70, 8, 64)),
+    "lower_and_upper_columns": (lambda x: (x[..., :64], x[..., 64:]), (2, 70, 4, 128)),
+    "even_and_odd_rows": (lambda x: (x[:, ::2], x[:, 1::2]), (2, 140, 4, 64)),
+}
 
 
-def lower_and_upper_columns(array: Any) -> tuple[Any, Any]:
-    return array[..., :64], array[..., 64:]
-
-
-def even_and_odd_rows(array: Any) -> tuple[Any, Any]:
-    return array[:, ::2], array[:, 1::2]
-
-
-@pytest.mark.parametrize(
-    ("split", "shape"),
-    [
-        (even_and_odd_heads, (2, 70, 8, 64)),
-        (lower_and_upper_columns, (2, 70, 4, 128)),
-        (even_and_odd_rows, (2, 140, 4, 64)),
-    ],
-)
-def test_out_may_lie_between_the_parts_of_an_input(
-    split: Callable[[Any], tuple[Any, Any]], shape: tuple[int, ...], qkv: list[Any]
-) -> None:
+@pytest.mark.parametrize("name", SPLITS)
+def test_out_may_lie_between_the_parts_of_an_input(name: str, qkv: list[Any]) -> None:
+    split, shape = SPLITS[name]
     buffer = zeros(*shape)
     values = random_values(CASE)
     host = np.zeros(shape, np.float16)
@@ -357,8 +321,6 @@ def test_out_may_lie_between_the_parts_of_an_input(
 
 
 def test_arrays_of_another_device_are_refused(qkv: list[Any]) -> None:
-    import cupy
-
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("there is one GPU only")
     with cupy.cuda.Device(1):

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.gpu import cupy
 from support.gpu.gpu_support import (
     BUSY,
     DTYPES,
@@ -23,6 +24,7 @@ from support.gpu.gpu_support import (
     keep_busy,
     on_gpu,
     random_values,
+    run_in_threads,
 )
 
 from cupy_flash import flash_attention, flash_attention_varlen, plan
@@ -70,8 +72,6 @@ def test_a_numpy_out_is_filled_and_returned(backend: str) -> None:
 
 
 def test_a_cupy_out_is_filled_and_returned() -> None:
-    import cupy
-
     values = random_values(CASE)
     out = cupy.asarray(np.full(CASE.shape("out"), np.nan, np.float32))
     assert flash_attention(*on_gpu(values), out=out) is out
@@ -169,8 +169,6 @@ def test_jax_arrays_give_jax_arrays(jax: Any, way: str, monkeypatch: pytest.Monk
 @with_other_library
 @pytest.mark.parametrize("own_stream", [False, True])
 def test_jax_arrays_that_are_still_computed_are_waited_for(jax: Any, own_stream: bool) -> None:
-    import cupy
-
     values = random_values(CASE)
 
     @jax.jit
@@ -217,8 +215,6 @@ def test_jax_arrays_give_the_bits_that_cupy_arrays_give(jax: Any, dtype: str) ->
 
 @with_other_library
 def test_jax_waits_for_a_call_on_a_stream_of_ours(jax: Any) -> None:
-    import cupy
-
     values = random_values(CASE)
     inputs = [jax.numpy.asarray(array).block_until_ready() for array in values]
     flash_attention(*inputs)
@@ -233,8 +229,6 @@ def test_jax_waits_for_a_call_on_a_stream_of_ours(jax: Any) -> None:
 
 @with_other_library
 def test_jax_and_cupy_arrays_go_together_and_q_says_what_the_result_is(jax: Any) -> None:
-    import cupy
-
     values = random_values(CASE)
     ours = on_gpu(values)
     theirs = [jax.numpy.asarray(array).block_until_ready() for array in values]
@@ -257,8 +251,6 @@ def test_a_jax_array_that_was_deleted_is_refused_on_a_gpu_too(jax: Any) -> None:
 
 @with_other_library
 def test_jax_arrays_on_a_second_gpu_are_read_where_that_one_is_current(jax: Any) -> None:
-    import cupy
-
     if len(jax.devices()) < 2:
         pytest.skip("one GPU")
     values = random_values(CASE)
@@ -289,8 +281,6 @@ def test_packed_sequences_of_jax_arrays_give_jax_arrays(jax: Any) -> None:
 
 
 def test_a_call_runs_on_the_current_stream_and_does_not_wait_for_it() -> None:
-    import cupy
-
     values = random_values(CASE)
     ready = on_gpu(values)
     flash_attention(*ready)
@@ -319,8 +309,6 @@ def test_a_captured_call_replays_on_new_contents(family: str) -> None:
 
 
 def test_threads_may_call_at_once_on_streams_of_their_own() -> None:
-    import cupy
-
     # No other test uses this head_dim, so the threads also race for the first compilation.
     case = dataclasses.replace(CASE, head_dim=88, head_dim_v=88)
     problems = [random_values(dataclasses.replace(case, seqlen_q=70 + i)) for i in range(4)]
@@ -337,11 +325,7 @@ def test_threads_may_call_at_once_on_streams_of_their_own() -> None:
             results[index] = [out.get(stream=stream) for out in outs]
             stream.synchronize()
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(problems))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(work, len(problems))
     assert sorted(results) == list(range(len(problems)))
     for index, values in enumerate(problems):
         truth = Truth.of(values)
@@ -496,8 +480,6 @@ def test_a_cache_that_cannot_be_written_costs_a_warning_and_nothing_else(tmp_pat
 def test_prebuilt_kernels_are_used_if_their_name_says_that_they_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import cupy
-
     monkeypatch.setenv(CUBINS_VARIABLE, str(tmp_path))
     messages = {}
     for head_dim, name_of in ((52, prebuilt_name), (60, stale_name)):

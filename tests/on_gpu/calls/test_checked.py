@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.gpu import cupy
+from support.gpu.gpu_support import capture_call
 from support.libraries import cupy_library, torch_library
 
 from cupy_flash import (
@@ -92,7 +94,6 @@ def test_tensors_with_gradients_are_checked(rng: np.random.Generator) -> None:
 
 
 def test_a_captured_call_is_not_checked(rng: np.random.Generator) -> None:
-    cupy = importlib.import_module("cupy")
     values = _on(cupy_library().convert, _packed(rng, _ints(0, 27, 40)))
     values["out"] = cupy.empty_like(values["q"])
     expected = flash_attention_varlen(**values).copy()
@@ -100,11 +101,7 @@ def test_a_captured_call_is_not_checked(rng: np.random.Generator) -> None:
     cupy.cuda.get_current_stream().synchronize()
     pool, stream = cupy.cuda.MemoryPool(), cupy.cuda.Stream(non_blocking=True)
     with stream, cupy.cuda.using_allocator(pool.malloc):
-        flash_attention_varlen(**values)
-        stream.synchronize()
-        stream.begin_capture()
-        flash_attention_varlen(**values)
-        graph = stream.end_capture()
+        graph, _ = capture_call(stream, flash_attention_varlen, **values)
     values["out"].fill(0)
     cupy.cuda.get_current_stream().synchronize()
     graph.launch(stream)

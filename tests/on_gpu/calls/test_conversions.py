@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.calls.sequence_support import random_kvcache_case, random_varlen_case
+from support.gpu import cupy
 
 from cupy_flash import (
     flash_attention,
@@ -23,15 +24,11 @@ HEADS = 4
 
 
 def on_gpu(array: np.ndarray) -> Any:
-    import cupy
-
     return cupy.asarray(array)
 
 
 def at_odd_address(array: Any) -> Any:
     """Return a copy whose elements do not begin at multiples of their size."""
-    import cupy
-
     memory = cupy.zeros(array.nbytes + 1, np.uint8)
     memory[1:] = cupy.ascontiguousarray(array).view(np.uint8).ravel()
     return cupy.ndarray(array.shape, array.dtype, memory.data + 1)
@@ -56,8 +53,6 @@ def test_lengths_may_be_lists_or_other_integers(rng: np.random.Generator, change
         if change is list:
             return arguments | {n: x.get().tolist() for n, x in lengths.items()}
         return arguments | {n: x.astype(change) for n, x in lengths.items()}
-
-    import cupy
 
     packed = random_varlen_case(rng, page_size=16, seqused=True).problem()
     call = functools.partial(flash_attention_varlen, return_lse=True)
@@ -88,10 +83,7 @@ def test_slopes_and_sinks_may_be_lists_or_other_floats(
     (found,) = back(**vectors, wrt=("sinks",))
     assert found.dtype == (np.float32 if dtype is list else dtype)
     np.testing.assert_allclose(found.get(), expected.get(), rtol=2e-3, atol=2e-3)
-    same(
-        call(alibi_slopes=0.5, sinks=0.25),
-        call(alibi_slopes=[0.5] * HEADS, sinks=[0.25] * HEADS),
-    )
+    same(call(alibi_slopes=0.5, sinks=0.25), call(alibi_slopes=[0.5] * HEADS, sinks=[0.25] * HEADS))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from support.calls.float8_support import (
     run_on_gpu,
     truth_of,
 )
+from support.gpu import cupy
+from support.gpu.gpu_support import capture_call
 
 from cupy_flash import flash_attention
 from cupy_flash.families.hopper import HopperTile
@@ -32,16 +34,8 @@ pytestmark = [
 
 TESTS, PROBLEMS = 50, 20
 # (head_dim, head_dim_v, alignment of v in bytes). Each entry needs a kernel, so there are few.
-KINDS = [
-    (128, 128, 16),
-    (256, 256, 16),
-    (64, 64, 4),
-    (80, 61, 1),
-    (192, 128, 8),
-    (48, 192, 2),
-    (112, 96, 16),
-    (16, 250, 2),
-]
+KINDS = [(128, 128, 16), (256, 256, 16), (64, 64, 4), (80, 61, 1)]
+KINDS += [(192, 128, 8), (48, 192, 2), (112, 96, 16), (16, 250, 2)]
 BASE = Float8Case(200, 333)
 
 
@@ -51,17 +45,11 @@ def test_random_problems_are_right(test: int) -> None:
         rng = np.random.default_rng([11, test, problem])
         kind = int(rng.integers(len(KINDS)))
         dim, dim_v, alignment = KINDS[kind]
-        out_dtype = ("bfloat16", "float16")[kind % 2]
-        scale = [None, None, 0.3, 1e-9, 0.0, -0.2][int(rng.integers(6 if kind < 2 else 5))]
-        case = random_case(
-            rng,
-            head_dim=dim,
-            head_dim_v=dim_v,
-            alignment=alignment,
-            out_dtype=out_dtype,
-            softmax_scale=scale,
-            mean=float(rng.choice([0.0, 0.0, 2.0])),
-        )
+        fixed: dict[str, Any] = {"head_dim": dim, "head_dim_v": dim_v, "alignment": alignment}
+        fixed["out_dtype"] = ("bfloat16", "float16")[kind % 2]
+        scales = [None, None, 0.3, 1e-9, 0.0, -0.2]
+        fixed["softmax_scale"] = scales[int(rng.integers(6 if kind < 2 else 5))]
+        case = random_case(rng, **fixed, mean=float(rng.choice([0.0, 0.0, 2.0])))
         if kind < 3 and dim <= 128 and rng.random() < 0.5:
             check_on_gpu(case, tile=HopperTile(192, 128, stages=3, turns=1), family="hopper")
         else:
@@ -164,8 +152,6 @@ def test_same_bits_from_run_to_run() -> None:
 
 
 def test_a_graph_reads_arrays_and_scales_anew() -> None:
-    import cupy
-
     case = Float8Case(300, 500, scales="batch and head")
     first, second = case.arguments(), dataclasses.replace(case, seed=1).arguments()
     given = on_device(first)
@@ -173,11 +159,7 @@ def test_a_graph_reads_arrays_and_scales_anew() -> None:
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
-        flash_attention(**given, out=out)
-        stream.synchronize()
-        stream.begin_capture()
-        flash_attention(**given, out=out)
-        graph = stream.end_capture()
+        graph, _ = capture_call(stream, flash_attention, **given, out=out)
         for arguments in (second, first):
             for name, array in on_device(arguments).items():
                 target = given[name]

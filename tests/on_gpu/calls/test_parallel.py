@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support import rank_checks
+from support.gpu import cupy
 
 from cupy_flash.gpu.environment import nccl_unavailable
 
@@ -34,8 +35,6 @@ def said_by_one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def said_by(ranks: int, temporary: pytest.TempPathFactory) -> Said:
     if reason := nccl_unavailable():
         pytest.skip(reason)
-    import cupy
-
     if cupy.cuda.runtime.getDeviceCount() < ranks:
         pytest.skip(f"{ranks} ranks need as many GPUs")
     from cupy_flash.cli.measure.ranks import RankError, on_ranks

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.gpu import cupy
 from support.gpu.gpu_support import bits
 
 from cupy_flash import flash_attention, flash_attention_with_kvcache
@@ -23,8 +24,6 @@ class Steps:
     """Decoding steps over long caches, whose KV splits are merged through device memory."""
 
     def __init__(self, rng: np.random.Generator, family: str) -> None:
-        import cupy
-
         def random(*shape: int) -> Any:
             return cupy.asarray(rng.standard_normal(shape, np.float32).astype(np.float16))
 
@@ -38,19 +37,22 @@ class Steps:
             self.q, *self.caches, cache_seqlens=self.lengths, out=out, **self.options
         )
 
+    def bits_alone(self) -> np.ndarray:
+        """Return the bits of the output of a call while no other one runs."""
+        out = cupy.ndarray(self.q.shape, np.float16)
+        self(out)
+        expected = bits(out.get())
+        cupy.cuda.Device().synchronize()
+        return expected
+
 
 @pytest.mark.parametrize("family", ["decode", "mma"])
 def test_a_stream_with_the_handle_of_one_that_was_destroyed_is_not_disturbed_by_its_kernels(
     rng: np.random.Generator, family: str
 ) -> None:
-    import cupy
-
     steps = Steps(rng, family)
     outs = cupy.asarray(np.full((PAIRS, 2, CALLS, *steps.q.shape), np.nan, np.float16))
-    alone = cupy.ndarray(steps.q.shape, np.float16)
-    steps(alone)
-    expected = bits(alone.get())
-    cupy.cuda.Device().synchronize()
+    expected = steps.bits_alone()
     for pair in outs:
         for results in pair:
             stream = cupy.cuda.Stream(non_blocking=True)
@@ -72,14 +74,9 @@ def all_alike(results: np.ndarray, expected: np.ndarray) -> bool:
 def test_threads_that_come_and_go_on_their_default_streams_do_not_disturb_each_other(
     rng: np.random.Generator,
 ) -> None:
-    import cupy
-
     steps = Steps(rng, "decode")
     outs = cupy.asarray(np.full((60, CALLS, *steps.q.shape), np.nan, np.float16))
-    alone = cupy.ndarray(steps.q.shape, np.float16)
-    steps(alone)
-    expected = bits(alone.get())
-    cupy.cuda.Device().synchronize()
+    expected = steps.bits_alone()
 
     def work(results: Any) -> None:
         with cupy.cuda.Stream.ptds:
@@ -95,8 +92,6 @@ def test_threads_that_come_and_go_on_their_default_streams_do_not_disturb_each_o
 
 
 def test_calls_on_a_stream_of_ones_own_take_words_only_once(rng: np.random.Generator) -> None:
-    import cupy
-
     steps = Steps(rng, "decode")
     out = cupy.ndarray(steps.q.shape, np.float16)
     steps(out)
@@ -116,8 +111,6 @@ def test_calls_on_a_stream_of_ones_own_take_words_only_once(rng: np.random.Gener
 def test_a_scale_on_the_gpu_that_was_changed_in_place_counts_by_its_present_value(
     rng: np.random.Generator,
 ) -> None:
-    import cupy
-
     q, k, v = (cupy.asarray(rng.standard_normal((1, 70, 2, 64), np.float32)) for _ in range(3))
     scale = cupy.asarray(np.float32(0.125))
     for value in (0.125, 0.5, 2.0):

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.gpu import cupy
 
 import cupy_flash
 from cupy_flash import BlockList, MaskMod, ScoreMod
@@ -29,32 +30,24 @@ def same_document(i: Any, j: Any, ids: Any) -> Any:
     return ids[i] == ids[j]
 
 
+def same_300(i: Any, j: Any) -> Any:
+    return i // 300 == j // 300
+
+
 def blocks() -> Any:
     return torch.eye(KEYS // 256, dtype=torch.bool, device="cuda")[None, None]
 
 
 # Two functions by name: one makes the modifications of a call, one returns the visible pairs.
 MASKS: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[Any, Any], Any]]] = {
-    "positions": (
-        lambda: {"mask_mod": MaskMod(lambda i, j: i // 300 == j // 300)},
-        lambda i, j: i // 300 == j // 300,
-    ),
-    "int32": (
-        lambda: {"mask_mod": MaskMod(same_document, ids=documents(300))},
-        lambda i, j: i // 300 == j // 300,
-    ),
-    "int64": (
-        lambda: {"mask_mod": MaskMod(same_document, ids=documents(300).long())},
-        lambda i, j: i // 300 == j // 300,
-    ),
+    "positions": (lambda: {"mask_mod": MaskMod(same_300)}, same_300),
+    "int32": (lambda: {"mask_mod": MaskMod(same_document, ids=documents(300))}, same_300),
+    "int64": (lambda: {"mask_mod": MaskMod(same_document, ids=documents(300).long())}, same_300),
     "blocks": (
         lambda: {"mask_mod": BlockList(blocks(), (256, 256))},
         lambda i, j: i // 256 == j // 256,
     ),
-    "bool mask": (
-        lambda: {"mask": documents(300)[:, None] == documents(300)[None]},
-        lambda i, j: i // 300 == j // 300,
-    ),
+    "bool mask": (lambda: {"mask": documents(300)[:, None] == documents(300)[None]}, same_300),
     "score_mod": (
         lambda: {
             "score_mod": ScoreMod(
@@ -104,8 +97,6 @@ def captured(call: Callable[[], Any], mode: str) -> tuple[Any, Any, Any]:
 
 def foreign_arrays(stream: Any) -> list[Any]:
     """Return arrays of CuPy's pool on that stream and the null stream, which no graph may write."""
-    import cupy
-
     found = []
     with warnings.catch_warnings():
         # The replacement of this deprecated class supports fewer versions of torch.
@@ -121,8 +112,6 @@ def foreign_arrays(stream: Any) -> list[Any]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", MASKS)
 def test_a_graph_writes_its_own_memory_alone(name: str, mode: str) -> None:
-    import cupy
-
     make, rule = MASKS[name]
     (q, k, v), options = inputs(), make()
     graph, stream, out = captured(lambda: cupy_flash.flash_attention(q, k, v, **options), mode)
@@ -156,12 +145,10 @@ def test_a_graph_follows_what_a_captured_tensor_holds(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_graph_outlives_the_maps_that_a_mask_keeps(mode: str) -> None:
-    import cupy
-
     q, k, v = inputs()
-    mod = MaskMod(lambda i, j: i // 300 == j // 300)
+    mod = MaskMod(same_300)
     graph, stream, out = captured(lambda: cupy_flash.flash_attention(q, k, v, mask_mod=mod), mode)
-    expected = formula(q, k, v, pairs(lambda i, j: i // 300 == j // 300))
+    expected = formula(q, k, v, pairs(same_300))
     check(cupy_flash.flash_attention(q, k, v, mask_mod=mod), expected)
     mod.refresh()
     cupy.get_default_memory_pool().free_all_blocks()

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 from support.calls.modified_calls import DTYPES, ModifiedCall, random_call
+from support.gpu import cupy
 from support.gpu.gpu_support import Case
 
 from cupy_flash import ScoreMod, attention_reference, flash_attention, plan
@@ -27,8 +28,6 @@ def hopper() -> None:
 def test_softcap_with_windows_and_whatever_else_is_right(
     kind: str, cap: float, rng: np.random.Generator
 ) -> None:
-    import cupy
-
     for _ in range(3):
         call = random_call(rng, "bfloat16", kind, few_rows=False)
         kept = ("q_offset", "causal", "softmax_scale", "max_seqlen_q", "max_seqlen_k")
@@ -48,8 +47,6 @@ def test_softcap_with_windows_and_whatever_else_is_right(
 def test_shares_of_the_keys_and_large_scores_are_right(
     head_dim: int, rng: np.random.Generator
 ) -> None:
-    import cupy
-
     real = DTYPES["bfloat16"]
     arrays = {
         name: rng.standard_normal((1, rows, 2, head_dim)).astype(real)
@@ -65,8 +62,6 @@ def test_shares_of_the_keys_and_large_scores_are_right(
 
 
 def test_a_captured_cap_may_grow_beyond_what_is_known_to_be_small(rng: np.random.Generator) -> None:
-    import cupy
-
     real = DTYPES["bfloat16"]
     arrays = [rng.standard_normal((1, 200, 2, 64)).astype(real) for _ in range(3)]
     arrays[0] *= real.type(40)

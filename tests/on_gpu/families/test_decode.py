@@ -16,23 +16,24 @@ from support.calls.sequence_support import KVCacheCase, VarlenCase, ragged_lengt
 from support.gpu.gpu_sequences import (
     CPU,
     Place,
-    check_kvcache,
-    check_varlen,
+    check_sequences,
     cluster_of,
     decode_on_h100,
     jobs_of,
 )
 from support.gpu.gpu_support import (
-    DTYPES,
-    Arrays,
     Case,
     bits,
     check,
+    check_same_bits,
+    checks_of,
     current_device,
+    of_cases,
     random_values,
     run,
 )
 from support.hard_values import (
+    check_masked_keys,
     with_growing_keys,
     with_keys_at_minus_infinity,
     with_one_key_far_above,
@@ -40,7 +41,6 @@ from support.hard_values import (
 )
 from support.prebuilt import jobs_of_cases, selected_calls, use_cubins, write_cubins
 
-from cupy_flash import flash_attention
 from cupy_flash.cli.build.build import Job
 from cupy_flash.families import FORWARD
 from cupy_flash.families.decode import DecodeTile
@@ -76,15 +76,14 @@ def cubins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-def of_cases(cases: Iterable[Case]) -> Any:
-    return pytest.mark.parametrize("case", list(cases), ids=str)
+def checks_of_decode(cases: Iterable[Case]) -> Any:
+    return on_gpu(checks_of(cases))
 
 
 # ---- Dense problems with few rows
 
 
-@on_gpu
-@of_cases(
+test_few_rows_over_many_keys_are_right = checks_of_decode(
     dataclasses.replace(FEW, dtype=dtype, seqlen_q=seqlen_q, heads_q=2 * group, causal=causal)
     for index, (seqlen_q, group) in enumerate(
         [(1, 1), (1, 4), (1, 8), (1, 16), (1, 32), (2, 4), (3, 5), (5, 1), (7, 4), (17, 1), (32, 1)]
@@ -92,82 +91,53 @@ def of_cases(cases: Iterable[Case]) -> Any:
     for causal in (False, True)
     for dtype in (("float16", "bfloat16")[index % 2],)
 )
-def test_few_rows_over_many_keys_are_right(case: Case) -> None:
-    check(case)
 
-
-@on_gpu
-@of_cases(
+test_any_number_of_keys_is_right = checks_of_decode(
     dataclasses.replace(FEW, dtype=dtype, seqlen_k=seqlen_k, batch=batch, heads_kv=heads_kv)
     for dtype, heads_kv in (("float16", 8), ("bfloat16", 1))
     # The numbers of keys are near one tile, near all tiles of a thread block, or larger.
     for batch, seqlen_k in ((1, 1), (2, 15), (2, 17), (1, 63), (1, 65), (3, 129), (1, 20011))
 )
-def test_any_number_of_keys_is_right(case: Case) -> None:
-    check(case)
 
 
 HEAD_DIMS = [(d, d) for d in (1, 7, 40, 96, 128, 160, 192, 256)]
 HEAD_DIMS += [(33, 40), (72, 96), (192, 128), (64, 128), (1, 256), (256, 1), (256, 64)]
 
 
-@on_gpu
-@of_cases(
+test_any_head_dims_are_right = checks_of_decode(
     dataclasses.replace(FEW, dtype=dtype, seqlen_q=2, head_dim=dim, head_dim_v=dim_v, causal=True)
     for index, (dim, dim_v) in enumerate(HEAD_DIMS)
     for dtype in (("float16", "bfloat16")[index % 2],)
 )
-def test_any_head_dims_are_right(case: Case) -> None:
-    check(case)
 
-
-@on_gpu
-@of_cases(
+test_rows_of_any_alignment_and_both_layouts_are_read_and_written_in_place = checks_of_decode(
     dataclasses.replace(
         FEW, dtype="bfloat16", head_dim=40, head_dim_v=33, layout=layout, alignment=alignment
     )
     for alignment in (16, 8, 4, 2)
     for layout in ("bshd", "bhsd")
 )
-def test_rows_of_any_alignment_and_both_layouts_are_read_and_written_in_place(case: Case) -> None:
-    check(case)
 
-
-@on_gpu
-@of_cases(
+test_q_offset_moves_the_causal_mask_and_rows_without_keys_are_zero = checks_of_decode(
     dataclasses.replace(FEW, seqlen_q=5, seqlen_k=150, causal=True, q_offset=q_offset)
     for q_offset in (-(2**40), -5, -4, -1, 0, 36, 144, 145, 149, 150, 2**40)
 )
-def test_q_offset_moves_the_causal_mask_and_rows_without_keys_are_zero(case: Case) -> None:
-    check(case)
 
-
-@on_gpu
-@of_cases(
+test_blocks_whose_keys_no_row_sees_add_nothing = checks_of_decode(
     dataclasses.replace(FEW, batch=1, seqlen_q=5, seqlen_k=9999, causal=True, q_offset=q_offset)
     for q_offset in (-4, 0, 5, 100, 5000)
 )
-def test_blocks_whose_keys_no_row_sees_add_nothing(case: Case) -> None:
-    check(case)
 
-
-@on_gpu
-@of_cases(
+test_any_softmax_scale_is_right = checks_of_decode(
     dataclasses.replace(FEW, dtype=dtype, seqlen_q=3, causal=causal, softmax_scale=scale)
     for dtype in ("float16", "bfloat16")
     for scale, causal in ((0.0, True), (-0.2, True), (-1.5, False), (1e-4, False), (5.0, True))
 )
-def test_any_softmax_scale_is_right(case: Case) -> None:
-    check(case)
 
-
-@on_gpu
-@of_cases(
+test_nothing_at_all_or_hundreds_of_short_sequences_are_right = checks_of_decode(
     dataclasses.replace(FEW, batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, causal=True)
     for batch, seqlen_q, seqlen_k in ((0, 1, 5), (2, 0, 5), (2, 3, 0), (500, 1, 3), (300, 2, 33))
 )
-def test_nothing_at_all_or_hundreds_of_short_sequences_are_right(case: Case) -> None:
-    check(case)
 
 
 @on_gpu
@@ -196,8 +166,7 @@ def sampled_tiles(case: Case, count: int) -> Iterator[Case]:
             yield dataclasses.replace(case, tile=tile)
 
 
-@on_gpu
-@of_cases(
+test_any_legal_tile_is_right = checks_of_decode(
     tiled
     for case, count in (
         (dataclasses.replace(FEW, seqlen_q=3, causal=True), 24),
@@ -207,8 +176,6 @@ def sampled_tiles(case: Case, count: int) -> Iterator[Case]:
     )
     for tiled in sampled_tiles(case, count)
 )
-def test_any_legal_tile_is_right(case: Case) -> None:
-    check(case)
 
 
 # ---- Values for which the softmax base (a possibly stale row maximum) changes, or does not exist
@@ -289,12 +256,7 @@ def test_nan_and_infinity_propagate_as_in_the_reference(case: Case, what: str) -
 @of_cases([dataclasses.replace(case, q_offset=1500) for case in LONG])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_masked_keys_never_reach_the_output(case: Case, poison: float) -> None:
-    q, k, v = random_values(case)
-    clean = run(case, (q, k, v))
-    k[:, 1503:] = poison
-    poisoned = run(case, (q, k, v))
-    np.testing.assert_array_equal(bits(clean[0]), bits(poisoned[0]))
-    np.testing.assert_array_equal(clean[1], poisoned[1])
+    check_masked_keys(case, 1503, poison)
 
 
 @on_gpu
@@ -322,16 +284,7 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours_hold(case: Case) -> Non
     ]
 )
 def test_a_hundred_calls_give_the_same_bits(case: Case) -> None:
-    import cupy
-
-    inputs: Arrays = tuple(cupy.asarray(array) for array in random_values(case))
-    out = cupy.ndarray(case.shape("out"), DTYPES[case.dtype])
-    results = set()
-    for _ in range(100):
-        out.data.memset_async(0xFF, out.nbytes)
-        _, lse = flash_attention(*inputs, out=out, return_lse=True, **case.formula, **case.choice)
-        results.add((out.get().tobytes(), lse.get().tobytes()))
-    assert len(results) == 1
+    check_same_bits(case, 100)
     check(case)
 
 
@@ -365,10 +318,8 @@ class Call:
         if isinstance(self.case, Case):
             if place.is_gpu:
                 check(self.case)
-        elif isinstance(self.case, KVCacheCase):
-            check_kvcache(place, self.case, num_splits=self.num_splits)
         else:
-            check_varlen(place, self.case, num_splits=self.num_splits)
+            check_sequences(place, self.case, num_splits=self.num_splits)
 
 
 def random_call(draw: random.Random) -> Call:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import pytest
+from support.gpu import cupy
 from support.gpu.gpu_sequences import SEQUENCE_FAMILIES, Place, run_varlen
-from support.gpu.gpu_support import DTYPES, Arrays, Case, Truth, bits, check, random_values, run
+from support.gpu.gpu_support import (
+    DTYPES,
+    Arrays,
+    Case,
+    Truth,
+    bits,
+    check,
+    of_supported_cases,
+    random_values,
+    run,
+)
 from support.prebuilt import cubins, use_cubins
 
 from cupy_flash import flash_attention_with_kvcache
@@ -25,10 +35,6 @@ WITH_LARGE_VALUES = ("bfloat16", "float32")
 LARGEST = 3.3e38
 
 
-def of_cases(cases: Iterable[Case]) -> Callable[..., Any]:
-    return pytest.mark.parametrize("case", [c for c in cases if c.is_supported()], ids=str)
-
-
 def every_family(**sizes: Any) -> list[Case]:
     return [Case(family, dtype, **sizes) for family in FORWARD for dtype in DTYPES]
 
@@ -41,7 +47,7 @@ def first_values(case: Case, v: np.ndarray) -> np.ndarray:
 # ---- Rows with one visible key.
 
 
-@of_cases(
+@of_supported_cases(
     dataclasses.replace(case, seqlen_q=seqlen_q, seqlen_k=seqlen_k, q_offset=0, causal=True)
     for seqlen_q, seqlen_k in ((113, 150), (9, 4099))
     for case in every_family(head_dim=40, head_dim_v=33)
@@ -52,7 +58,7 @@ def test_the_first_row_of_a_causal_call_is_exactly_the_first_value(case: Case) -
     np.testing.assert_array_equal(bits(out[:, 0]), bits(first_values(case, v)))
 
 
-@of_cases(
+@of_supported_cases(
     case
     for dims in ((64, 64), (128, 128), (96, 40), (256, 256))
     for case in every_family(seqlen_q=70, seqlen_k=1, head_dim=dims[0], head_dim_v=dims[1])
@@ -68,7 +74,7 @@ def test_with_one_key_the_result_is_exactly_its_value(case: Case) -> None:
         np.testing.assert_array_equal(bits(out[:, row]), bits(first_values(case, v)))
 
 
-@of_cases(
+@of_supported_cases(
     case for case in every_family(seqlen_q=70, seqlen_k=1) if case.dtype in ("float16", "bfloat16")
 )
 def test_with_one_key_of_a_large_score_the_result_is_exactly_its_value(case: Case) -> None:
@@ -88,21 +94,16 @@ def test_with_one_key_of_a_large_score_the_result_is_exactly_its_value(case: Cas
 def test_a_cache_of_one_key_gives_exactly_its_value(
     family: str, dtype: str, page_size: int
 ) -> None:
-    import cupy
-
     place = Place(family)
     rng = np.random.default_rng(5)
     q = rng.standard_normal((3, 2, 8, 64)).astype(DTYPES[dtype])
     shape = (5, page_size, 2, 64) if page_size else (3, 33, 2, 64)
     k_cache, v_cache = (rng.standard_normal(shape).astype(DTYPES[dtype]) for _ in range(2))
     pages = cupy.asarray(np.array([[4, 1], [0, 2], [3, 3]], np.int32)) if page_size else None
-    with place.skipping_what_it_refuses():
-        out = flash_attention_with_kvcache(
-            *map(cupy.asarray, (q, k_cache, v_cache)),
-            cache_seqlens=cupy.asarray(np.array([1, 1, 0], np.int32)),
-            block_table=pages,
-            **place.options,
-        ).get()
+    arrays = map(cupy.asarray, (q, k_cache, v_cache))
+    lengths = cupy.asarray(np.array([1, 1, 0], np.int32))
+    options = {"cache_seqlens": lengths, "block_table": pages}
+    out = place.call(flash_attention_with_kvcache, *arrays, **options).get()
     for sequence, first in ((0, 4), (1, 0)) if page_size else ((0, 0), (1, 1)):
         value = np.repeat(v_cache[first, 0], 4, axis=0)
         for row in range(2):
@@ -113,7 +114,7 @@ def test_a_cache_of_one_key_gives_exactly_its_value(
 # ---- Rows that attend to no key.
 
 
-@of_cases(
+@of_supported_cases(
     dataclasses.replace(case, seqlen_q=seqlen_q, seqlen_k=seqlen_k, causal=True, q_offset=-20)
     for seqlen_q, seqlen_k in ((113, 150), (40, 4099))
     for case in every_family()
@@ -137,21 +138,10 @@ def test_packed_rows_without_keys_are_zero_beside_rows_that_see_nan(
     q = rng.standard_normal((70, 4, 64)).astype(DTYPES[dtype])
     k, v = (rng.standard_normal((30, 2, 64)).astype(DTYPES[dtype]) for _ in range(2))
     v[...] = np.nan
-    place = Place(family)
-    with place.skipping_what_it_refuses():
-        out, lse = run_varlen(
-            place,
-            {
-                "q": q,
-                "k": k,
-                "v": v,
-                "cu_seqlens_q": np.array([0, 40, 70], np.int32),
-                "cu_seqlens_k": np.array([0, 10, 30], np.int32),
-                "max_seqlen_q": 40,
-                "max_seqlen_k": 20,
-                "causal": True,
-            },
-        )
+    arguments = {"q": q, "k": k, "v": v, "max_seqlen_q": 40, "max_seqlen_k": 20, "causal": True}
+    arguments["cu_seqlens_q"] = np.array([0, 40, 70], np.int32)
+    arguments["cu_seqlens_k"] = np.array([0, 10, 30], np.int32)
+    out, lse = run_varlen(Place(family), arguments)
     # Sequence 0 has 40 queries and 10 keys, so 30 rows attend to none; sequence 1 has 30 and 20.
     for without, seeing in ((slice(0, 30), slice(30, 40)), (slice(40, 50), slice(50, 70))):
         assert not out[without].any()
@@ -168,7 +158,7 @@ def with_largest_values(case: Case, *, alike: bool) -> Arrays:
     return q, k, np.broadcast_to(LARGEST if alike else random, v.shape).astype(v.dtype)
 
 
-@of_cases(
+@of_supported_cases(
     dataclasses.replace(case, seqlen_q=113, seqlen_k=seqlen_k, causal=causal)
     for seqlen_k in (150, 4099)
     for causal in (False, True)
@@ -181,7 +171,7 @@ def test_the_largest_values_do_not_overflow(case: Case, alike: bool) -> None:
     check(case, with_largest_values(case, alike=alike))
 
 
-@of_cases(
+@of_supported_cases(
     case
     for case in every_family(batch=1, heads_q=200, heads_kv=200, seqlen_q=9, seqlen_k=3000)
     if case.dtype in WITH_LARGE_VALUES
@@ -193,7 +183,7 @@ def test_the_largest_values_do_not_overflow_while_maxima_grow(case: Case) -> Non
     check(case, (q, (k.astype(np.float64) * size).astype(k.dtype), v))
 
 
-@of_cases(
+@of_supported_cases(
     dataclasses.replace(case, causal=causal)
     for causal in (False, True)
     for case in every_family(seqlen_q=113, seqlen_k=450)
@@ -218,7 +208,7 @@ def with_large_scores(case: Case, size: float) -> Arrays:
     )
 
 
-@of_cases(
+@of_supported_cases(
     dataclasses.replace(case, causal=causal, softmax_scale=scale)
     for scale in (0.0, -0.0)
     for causal in (False, True)
@@ -229,7 +219,7 @@ def test_a_scale_of_zero_gives_every_seen_key_the_same_weight(case: Case) -> Non
     check(case, with_large_scores(case, 1e34))
 
 
-@of_cases(
+@of_supported_cases(
     dataclasses.replace(case, causal=True, softmax_scale=scale)
     for scale in (1e-34, -1e-34, 1e-38, 1e-44)
     for case in every_family()
@@ -239,7 +229,7 @@ def test_a_tiny_scale_of_large_scores_is_right(case: Case) -> None:
     check(case, with_large_scores(case, 1e34))
 
 
-@of_cases(
+@of_supported_cases(
     dataclasses.replace(case, seqlen_k=seqlen_k)
     for seqlen_k in (150, 4099)
     for case in every_family(softmax_scale=1e37)
@@ -255,7 +245,7 @@ def test_scores_that_overflow_are_not_taken_for_no_key(case: Case, sign: int) ->
     assert not (lse == -np.inf).any()
 
 
-@of_cases(case for case in every_family(softmax_scale=1e37) if case.dtype != "float64")
+@of_supported_cases(case for case in every_family(softmax_scale=1e37) if case.dtype != "float64")
 def test_scores_that_overflow_in_one_row_leave_the_others_alone(case: Case) -> None:
     q, k, v = random_values(case)
     q[...] = 0

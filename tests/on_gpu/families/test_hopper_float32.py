@@ -17,6 +17,7 @@ from support.gpu.gpu_support import (
     on_gpu,
     random_values,
 )
+from support.gpu.hopper_support import marks
 from support.hard_values import (
     with_growing_keys,
     with_keys_at_minus_infinity,
@@ -27,12 +28,7 @@ from support.hard_values import (
 from cupy_flash import flash_attention, flash_attention_qkvpacked, plan
 from cupy_flash.families.hopper import HopperTile
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not Case("hopper", "float32").is_supported(), reason="the hopper family needs sm_90"
-    ),
-]
+pytestmark = marks("float32")
 
 MANY = Case("hopper", "float32", 133, 450, batch=4, heads_q=60, heads_kv=20, causal=True)
 WIDE = dataclasses.replace(MANY, head_dim=128, head_dim_v=128, causal=False)
@@ -104,9 +100,7 @@ def test_other_tiles_than_the_default_are_right(tile: HopperTile, causal: bool) 
 
 
 @pytest.mark.parametrize(
-    "tile",
-    [HopperTile(64, 32, stages=3, turns=0), HopperTile(128, 16, stages=3, turns=1)],
-    ids=str,
+    "tile", [HopperTile(64, 32, stages=3, turns=0), HopperTile(128, 16, stages=3, turns=1)], ids=str
 )
 @pytest.mark.parametrize("head_dim_v", [20, 100, 192])
 def test_other_tiles_of_wide_heads_are_right(tile: HopperTile, head_dim_v: int) -> None:

@@ -10,23 +10,19 @@ import numpy as np
 import pytest
 from support.calls.modified_calls import KINDS, random_call
 from support.calls.sequence_support import KVCacheCase, VarlenCase, ragged_lengths
-from support.gpu.gpu_sequences import Place, check_kvcache, check_varlen
-from support.gpu.gpu_support import Case, check, check_all, check_captured_call
-from support.gpu.hopper_support import check_same_bits, marks, random_chunks, tiled
+from support.gpu import cupy
+from support.gpu.gpu_sequences import Place, check_sequences
+from support.gpu.gpu_support import Case, check, check_all, check_captured_call, check_same_bits
+from support.gpu.hopper_support import marks, random_chunks, tiled
 from support.prebuilt import cubins, use_cubins
 
 __all__ = ["cubins", "use_cubins"]  # fixtures
 
-pytestmark = marks(512)
+pytestmark = marks(head_dim=512)
 
 # The second thread block has as many columns as the first, fewer, or no query columns. Each entry
 # has one dtype, and only the first has few rows or split keys, to limit the number of kernels.
-DIMS = {
-    (512, 512): "bfloat16",
-    (576, 512): "float16",
-    (264, 264): "float16",
-    (8, 424): "bfloat16",
-}
+DIMS = {(512, 512): "bfloat16", (576, 512): "float16", (264, 264): "float16", (8, 424): "bfloat16"}
 # There are more query tiles than pairs of SMs, so each pair of thread blocks processes several.
 MANY = Case(
     "hopper",
@@ -77,9 +73,7 @@ def random_case(draw: random.Random) -> Case:
 
 
 @pytest.mark.parametrize(
-    "cases",
-    random_chunks(random_case, 576, problems=PROBLEMS, chunk=CHUNK),
-    ids=lambda _: "chunk",
+    "cases", random_chunks(random_case, 576, problems=PROBLEMS, chunk=CHUNK), ids=lambda _: "chunk"
 )
 def test_random_problems_are_right(cases: list[Case]) -> None:
     check_all(cases)
@@ -139,17 +133,11 @@ def random_sequences(seed: int) -> VarlenCase | KVCacheCase:
 
 @pytest.mark.parametrize("seed", range(16))
 def test_random_sequences_are_right(seed: int) -> None:
-    case = random_sequences(seed)
-    if isinstance(case, VarlenCase):
-        check_varlen(Place("hopper"), case)
-    else:
-        check_kvcache(Place("hopper"), case)
+    check_sequences(Place("hopper"), random_sequences(seed))
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_modifications_are_right(seed: int) -> None:
-    import cupy
-
     rng = np.random.default_rng(seed)
     dtype = str(rng.choice(["float16", "bfloat16"]))
     kind = str(rng.choice([kind for kind in KINDS if kind != "paged"]))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.calls.modified_calls import DTYPES, ModifiedCall
+from support.gpu import cupy
 from support.gpu.gpu_support import Case
 
 from cupy_flash import MaskMod, flash_attention
@@ -59,8 +60,6 @@ def test_every_tile_sees_the_pairs_that_the_function_shows(
 ) -> None:
     if not Case("hopper", "bfloat16").is_supported():
         pytest.skip("the hopper family does not run here")
-    import cupy
-
     function, arrays_of = MASKS[name]
     seqlen_q = int(rng.integers(*rows))
     seqlen_k = int(rng.integers(seqlen_q, 700))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from support.gpu import cupy
 from support.gpu.gpu_support import (
     DTYPES,
     Arrays,
@@ -19,12 +20,15 @@ from support.gpu.gpu_support import (
     Truth,
     bits,
     check,
+    checks_of_supported,
     current_device,
     on_gpu,
     random_values,
     require_free_memory,
     run,
+    with_zero_stride,
 )
+from support.hard_values import check_masked_keys
 from support.prebuilt import cubins, use_cubins
 
 from cupy_flash import flash_attention, flash_attention_qkvpacked
@@ -47,29 +51,20 @@ FAMILY_DTYPES = [
 assert {family for family, _ in FAMILY_DTYPES} == set(FORWARD) - {"decode"}
 
 
-def of_cases(cases: Iterable[Case]) -> Callable[..., Any]:
-    return pytest.mark.parametrize("case", [c for c in cases if c.is_supported()], ids=str)
-
-
-@of_cases(
+test_ragged_sequences_are_right_in_every_dtype = checks_of_supported(
     Case(family, dtype, seqlen_q, seqlen_k, causal=causal)
     for family in FORWARD
     for dtype in DTYPES
     for causal in (False, True)
     for seqlen_q, seqlen_k in ((113, 203), (1, 239), (799, 3), (64, 64), (257, 129))
 )
-def test_ragged_sequences_are_right_in_every_dtype(case: Case) -> None:
-    check(case)
 
-
-@of_cases(
+test_what_the_planner_chooses_is_right = checks_of_supported(
     Case(None, dtype, 129, 190, head_dim=dim, head_dim_v=dim, causal=causal)
     for dtype in DTYPES
     for dim in (64, 128)
     for causal in (False, True)
 )
-def test_what_the_planner_chooses_is_right(case: Case) -> None:
-    check(case)
 
 
 HEAD_DIMS = [(d, d) for d in (1, 7, 33, 40, 72, 96, 100, 128, 160, 192, 256)]
@@ -83,17 +78,14 @@ def dtypes_for(family: str, index: int) -> tuple[str, ...]:
     return (tuple(DTYPES)[index % 4],)
 
 
-@of_cases(
+test_any_head_dims_are_right = checks_of_supported(
     Case(family, dtype, 77, 150, head_dim=dim, head_dim_v=dim_v, causal=index % 3 == 1)
     for family in FORWARD
     for index, (dim, dim_v) in enumerate(HEAD_DIMS)
     for dtype in dtypes_for(family, index)
 )
-def test_any_head_dims_are_right(case: Case) -> None:
-    check(case)
 
-
-@of_cases(
+test_rows_of_any_alignment_and_both_layouts_are_read_and_written_in_place = checks_of_supported(
     Case(
         family,
         dtype,
@@ -112,63 +104,43 @@ def test_any_head_dims_are_right(case: Case) -> None:
     if alignment >= DTYPES[dtype].itemsize
     for layout in ("bshd", "bhsd")
 )
-def test_rows_of_any_alignment_and_both_layouts_are_read_and_written_in_place(case: Case) -> None:
-    check(case)
 
-
-@of_cases(
+test_q_offset_moves_the_causal_mask_and_rows_without_keys_are_zero = checks_of_supported(
     Case(family, dtype, 113, 150, causal=True, q_offset=q_offset)
     for family, dtype in FAMILY_DTYPES
     for q_offset in (-(2**40), -113, -112, -50, 0, 36, 149, 150, 2**40)
 )
-def test_q_offset_moves_the_causal_mask_and_rows_without_keys_are_zero(case: Case) -> None:
-    check(case)
 
-
-@of_cases(
+test_any_softmax_scale_is_right = checks_of_supported(
     Case(family, dtype, 70, 150, causal=causal, softmax_scale=scale)
     for family, dtype in FAMILY_DTYPES
     for scale, causal in ((0.0, True), (-0.2, True), (-1.5, False), (1e-4, False), (5.0, True))
 )
-def test_any_softmax_scale_is_right(case: Case) -> None:
-    check(case)
 
-
-@of_cases(
+test_query_heads_share_key_value_heads_in_order = checks_of_supported(
     Case(family, dtype, 70, 150, heads_q=heads_q, heads_kv=heads_kv, causal=True)
     for family, dtype in FAMILY_DTYPES
     for heads_q, heads_kv in ((8, 8), (8, 2), (6, 3), (7, 1))
 )
-def test_query_heads_share_key_value_heads_in_order(case: Case) -> None:
-    check(case)
 
-
-@of_cases(
+test_one_head_with_many_keys_is_right = checks_of_supported(
     Case(family, dtype, seqlen_q, 4099, batch=1, heads_q=1, heads_kv=1, causal=True, q_offset=off)
     for family, dtype in (*FAMILY_DTYPES, ("simt", "float64"))
     # With an offset of 5, most splits have no visible key.
     for seqlen_q, off in ((1, None), (113, None), (113, 5), (113, -50))
 )
-def test_one_head_with_many_keys_is_right(case: Case) -> None:
-    check(case)
 
-
-@of_cases(
+test_many_heads_over_many_key_tiles_are_right = checks_of_supported(
     Case(family, dtype, 33, 333, batch=3, heads_q=80, heads_kv=20, causal=causal)
     for family, dtype in FAMILY_DTYPES
     for causal in (False, True)
 )
-def test_many_heads_over_many_key_tiles_are_right(case: Case) -> None:
-    check(case)
 
-
-@of_cases(
+test_empty_sequences_and_batches_give_zero_or_nothing = checks_of_supported(
     Case(family, dtype, seqlen_q, seqlen_k, batch=batch)
     for family, dtype in FAMILY_DTYPES
     for batch, seqlen_q, seqlen_k in ((2, 0, 5), (2, 5, 0), (2, 0, 0), (0, 5, 7))
 )
-def test_empty_sequences_and_batches_give_zero_or_nothing(case: Case) -> None:
-    check(case)
 
 
 def sampled_tiles(case: Case, count: int) -> list[Case]:
@@ -185,7 +157,7 @@ def sampled_tiles(case: Case, count: int) -> list[Case]:
 MANY = Case("mma", "float16", 133, 450, batch=4, heads_q=60, heads_kv=20, causal=True)
 
 
-@of_cases(
+test_any_legal_tile_is_right = checks_of_supported(
     tiled
     for case, count in (
         (dataclasses.replace(MANY, family="hopper"), 12),
@@ -198,13 +170,10 @@ MANY = Case("mma", "float16", 133, 450, batch=4, heads_q=60, heads_kv=20, causal
     )
     for tiled in sampled_tiles(case, count)
 )
-def test_any_legal_tile_is_right(case: Case) -> None:
-    check(case)
 
 
 @settings(
-    max_examples=100,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 @given(
     family_dtype=st.sampled_from([*FAMILY_DTYPES, (None, "bfloat16")]),
@@ -259,26 +228,23 @@ of_families = pytest.mark.parametrize(
 def poisoned_values(case: Case, what: str) -> Arrays:
     """Return random values with one element, or one row, of NaN or infinity."""
     q, k, v = random_values(case)
-    if what == "NaN query":
-        q[0, 37] = np.nan
-    elif what == "infinite query":
-        q[0, 37, 1, 5] = np.inf
-    elif what == "NaN key":
-        k[1, 91] = np.nan
-    elif what == "infinite key":
-        k[1, 91, 0, 5] = -np.inf
-    elif what == "NaN value":
-        v[0, 91, 1, 7] = np.nan
-    else:
-        v[0, 91, 1, 7] = np.inf
+    name, index, value = POISONS[what]
+    {"q": q, "k": k, "v": v}[name][index] = value
     return q, k, v
 
 
+POISONS = {
+    "NaN query": ("q", (0, 37), np.nan),
+    "infinite query": ("q", (0, 37, 1, 5), np.inf),
+    "NaN key": ("k", (1, 91), np.nan),
+    "infinite key": ("k", (1, 91, 0, 5), -np.inf),
+    "NaN value": ("v", (0, 91, 1, 7), np.nan),
+    "infinite value": ("v", (0, 91, 1, 7), np.inf),
+}
+
+
 @of_families
-@pytest.mark.parametrize(
-    "what",
-    ["NaN query", "infinite query", "NaN key", "infinite key", "NaN value", "infinite value"],
-)
+@pytest.mark.parametrize("what", POISONS)
 def test_nan_and_infinity_propagate_as_in_the_reference(family: str, dtype: str, what: str) -> None:
     # Poisoned values are tested without a mask, because a masked value may count as 0 * NaN.
     case = Case(family, dtype, 113, 150, causal="value" not in what)
@@ -288,14 +254,9 @@ def test_nan_and_infinity_propagate_as_in_the_reference(family: str, dtype: str,
 @of_families
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_masked_keys_never_reach_the_output(family: str, dtype: str, poison: float) -> None:
+    # Rows before 70 attend to no poisoned key, but some of their KV tiles have such keys.
     case = Case(family, dtype, 113, 150, causal=True, q_offset=0)
-    q, k, v = random_values(case)
-    clean = run(case, (q, k, v))
-    k[:, 70:] = poison
-    poisoned = run(case, (q, k, v))
-    # Rows before 70 attend to none of these keys, although they share tiles with them.
-    np.testing.assert_array_equal(bits(clean[0][:, :70]), bits(poisoned[0][:, :70]))
-    np.testing.assert_array_equal(clean[1][:, :, :70], poisoned[1][:, :, :70])
+    check_masked_keys(case, 70, poison, rows=70)
 
 
 @of_families
@@ -323,38 +284,20 @@ def test_without_out_the_result_is_contiguous_and_has_the_same_bits(
     np.testing.assert_array_equal(bits(out.get()), bits(given_out))
 
 
-def reversed_rows(array: Any) -> Any:
-    return array[:, ::-1]
-
-
-def every_other_row(array: Any) -> Any:
-    return array[:, ::2]
-
-
-def every_other_column(array: Any) -> Any:
-    return array[..., ::2]
-
-
-def first_head_for_all(array: Any) -> Any:
-    shape = array.shape
-    strides = (*array.strides[:2], 0, array.strides[3])
-    if isinstance(array, np.ndarray):
-        return np.lib.stride_tricks.as_strided(array, shape, strides)
-    import cupy
-
-    return cupy.ndarray(shape, array.dtype, array.data, strides)
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "reversed_rows": lambda array: array[:, ::-1],
+    "every_other_row": lambda array: array[:, ::2],
+    "every_other_column": lambda array: array[..., ::2],
+    "first_head_for_all": lambda array: with_zero_stride(array, 2),
+}
 
 
 @of_families
-@pytest.mark.parametrize(
-    "view", [reversed_rows, every_other_row, every_other_column, first_head_for_all]
-)
-def test_strided_views_are_read_as_they_lie_or_copied(
-    family: str, dtype: str, view: Callable[[Any], Any]
-) -> None:
-    if family == "hopper" and view is reversed_rows:
+@pytest.mark.parametrize("name", VIEWS)
+def test_strided_views_are_read_as_they_lie_or_copied(family: str, dtype: str, name: str) -> None:
+    if family == "hopper" and name == "reversed_rows":
         pytest.skip("the copy engine takes no negative strides; the planner takes mma for them")
-    case = Case(family, dtype, 112, 150, head_dim=80, head_dim_v=80)
+    case, view = Case(family, dtype, 112, 150, head_dim=80, head_dim_v=80), VIEWS[name]
     truth = Truth.of(tuple(map(view, random_values(case))))
     out, lse = flash_attention(
         *map(view, on_gpu(random_values(case))), family=family, return_lse=True
@@ -364,8 +307,6 @@ def test_strided_views_are_read_as_they_lie_or_copied(
 
 @of_families
 def test_packed_qkv_is_right(family: str, dtype: str) -> None:
-    import cupy
-
     rng = np.random.default_rng(5)
     qkv = rng.standard_normal((2, 113, 3, 4, 64)).astype(DTYPES[dtype])
     truth = Truth.of((qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]), causal=True)
@@ -384,8 +325,6 @@ of_float16_families = pytest.mark.parametrize(
 @of_float16_families
 @pytest.mark.parametrize("axis", ["batch", "row", "head"])
 def test_strides_beyond_32_bits_are_right(family: str, axis: str) -> None:
-    import cupy
-
     require_free_memory(2 * (FAR + 2**20) * 2 + 2**30)
     case = Case(family, "float16", 70, 133, heads_q=2, heads_kv=2)
     values = random_values(case)
@@ -408,8 +347,6 @@ def test_strides_beyond_32_bits_are_right(family: str, axis: str) -> None:
 
 def spread(values: np.ndarray, buffer: Any, start: int, axis: str) -> Any:
     """Return the values in a flat GPU buffer, with the ends of one axis `FAR` elements apart."""
-    import cupy
-
     size = values.itemsize
     number = {"batch": 0, "row": 1, "head": 2}[axis]
     strides = list(values.strides)
@@ -425,8 +362,6 @@ def spread(values: np.ndarray, buffer: Any, start: int, axis: str) -> Any:
 
 def rows_of(array: Any) -> Iterator[Any]:
     """Yield the contiguous rows of a 4-d CuPy array, found by pointer arithmetic on the host."""
-    import cupy
-
     for index in np.ndindex(array.shape[:3]):
         offset = sum(i * stride for i, stride in zip(index, array.strides, strict=False))
         yield cupy.ndarray((array.shape[3],), array.dtype, array.data + offset)
@@ -434,8 +369,6 @@ def rows_of(array: Any) -> Iterator[Any]:
 
 @of_float16_families
 def test_contiguous_tensors_of_more_than_2_to_the_31_elements_are_right(family: str) -> None:
-    import cupy
-
     case = Case(
         family, "float16", 7, 1003, batch=2100, heads_q=8, heads_kv=8, head_dim=128, head_dim_v=128
     )
@@ -461,8 +394,6 @@ def test_contiguous_tensors_of_more_than_2_to_the_31_elements_are_right(family: 
 
 
 def test_what_lies_around_an_array_is_checked() -> None:
-    import cupy
-
     guarded = Guarded(np.zeros((1, 3, 2, 5), np.float32), 4)
     guarded.values()
     beyond = cupy.ndarray((1,), np.float32, guarded.view.data + 5 * 4)

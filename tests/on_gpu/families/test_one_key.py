@@ -106,13 +106,9 @@ def check(
     rows: slice = slice(None),
 ) -> None:
     """Fail unless the given rows of the output are exactly the values of these keys."""
-    with place.skipping_what_it_refuses():
-        out, lse = flash_attention(
-            *(place.xp.asarray(x) for x in arrays),
-            return_lse=True,
-            **on(place, options, arrays[0].dtype),
-            **place.options,
-        )
+    options = on(place, options, arrays[0].dtype)
+    given = map(place.xp.asarray, arrays)
+    out, lse = place.call(flash_attention, *given, return_lse=True, **options)
     np.testing.assert_array_equal(
         to_numpy(out)[:, rows].astype(np.float64),
         values_of(arrays[2], keys)[:, rows].astype(np.float64),
@@ -180,9 +176,9 @@ def test_a_sink_takes_its_share_of_a_row_with_one_key(
         sinks = 3 * rng.standard_normal(HEADS_Q)
         options = CHANGES[change] | {"sinks": sinks.astype(np.float32), "window_size": window}
         options = on(place, options | {"causal": True}, arrays[0].dtype)
-        with place.skipping_what_it_refuses():
-            out = flash_attention(*map(place.xp.asarray, arrays), **options, **place.options)
-        expected = attention_reference(*map(place.xp.asarray, arrays), **options)
+        given = [*map(place.xp.asarray, arrays)]
+        out = place.call(flash_attention, *given, **options)
+        expected = attention_reference(*given, **options)
         lone = slice(None) if window == (0, 0) else slice(1)
         np.testing.assert_allclose(
             to_numpy(out)[:, lone].astype(np.float64),
@@ -201,15 +197,9 @@ def test_packed_rows_with_a_window_of_one_key(
 ) -> None:
     ends = np.array([0, 70, 71, 400], np.int32)
     q, k, v = (x[0, :400] for x in arrays_of(rng, dtype, 400, 400, (64, 64)))
-    with place.skipping_what_it_refuses():
-        out = flash_attention_varlen(
-            *(place.xp.asarray(x) for x in (q, k, v, ends, ends)),
-            *(329, 329),
-            causal=True,
-            window_size=(0, 0),
-            num_splits=num_splits,
-            **on(place, CHANGES[change], q.dtype),
-            **place.options,
-        )
+    given = map(place.xp.asarray, (q, k, v, ends, ends))
+    options = {"causal": True, "window_size": (0, 0), "num_splits": num_splits}
+    options |= on(place, CHANGES[change], q.dtype)
+    out = place.call(flash_attention_varlen, *given, 329, 329, **options)
     expected = values_of(v[None], np.arange(400))[0]
     np.testing.assert_array_equal(to_numpy(out).astype(np.float64), expected.astype(np.float64))

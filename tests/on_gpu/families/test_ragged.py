@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.calls.sequence_support import KVCacheCase, VarlenCase, ragged_lengths
-from support.gpu.gpu_sequences import CPU, SIXTEEN_BIT, Place, check_kvcache, check_varlen, cubins
+from support.gpu.gpu_sequences import CPU, SIXTEEN_BIT, Place, check_sequences, cubins
 from support.prebuilt import use_cubins
 
 from cupy_flash.problem.arrays import DTYPES
@@ -94,7 +94,4 @@ def draws() -> Iterator[Any]:
 def test_random_sequences_are_right(
     place: Place, case: VarlenCase | KVCacheCase, num_splits: int
 ) -> None:
-    if isinstance(case, VarlenCase):
-        check_varlen(place, case, num_splits=num_splits)
-    else:
-        check_kvcache(place, case, num_splits=num_splits)
+    check_sequences(place, case, num_splits=num_splits)

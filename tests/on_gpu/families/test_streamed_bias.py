@@ -7,16 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 from support.calls.modified_calls import DTYPES, ModifiedCall
-from support.gpu.gpu_support import Case
+from support.gpu import cupy
+from support.gpu.hopper_support import marks
 
 from cupy_flash import flash_attention, plan
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not Case("hopper", "float16").is_supported(), reason="the hopper family needs sm_90"
-    ),
-]
+pytestmark = marks()
 
 # Some tiles let the consumer warpgroups drift apart, and some have little work per KV tile.
 TILES: list[dict[str, int] | None] = [
@@ -31,8 +27,6 @@ TILES: list[dict[str, int] | None] = [
 
 def on_gpu(bias: np.ndarray) -> Any:
     """Return the bias with rows that start at multiples of 16 bytes, and NaN after each row."""
-    import cupy
-
     *shape, columns = bias.shape
     padded = cupy.full((*shape, -(-columns // 8) * 8 + 8), np.nan, bias.dtype)
     padded[..., :columns] = cupy.asarray(bias)
@@ -45,8 +39,6 @@ def on_gpu(bias: np.ndarray) -> Any:
 def test_it_is_right_whatever_the_tile_and_which_axes_share_it(
     dtype: str, head_dim: int, tile: dict[str, int] | None, rng: np.random.Generator
 ) -> None:
-    import cupy
-
     real = DTYPES[dtype]
     for _ in range(3):
         batch, heads_kv = int(rng.integers(1, 4)), int(rng.integers(1, 4))

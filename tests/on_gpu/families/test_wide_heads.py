@@ -10,17 +10,9 @@ import numpy as np
 import pytest
 from support.calls.modified_calls import KINDS, random_call
 from support.calls.sequence_support import KVCacheCase, VarlenCase, ragged_lengths
-from support.gpu.gpu_sequences import (
-    ON_GPU,
-    Place,
-    check_kvcache,
-    check_varlen,
-    kvcache,
-    varlen,
-)
-from support.gpu.gpu_sequences import (
-    of_cases as of_sequences,
-)
+from support.gpu import cupy
+from support.gpu.gpu_sequences import ON_GPU, Place, check_sequences, kvcache, varlen
+from support.gpu.gpu_sequences import of_cases as of_sequences
 from support.gpu.gpu_support import DTYPES, Case, check, current_device, naming
 from support.gradients.gradient_calls import KINDS as GRADIENT_KINDS
 from support.gradients.gradient_calls import random_gradient_call
@@ -58,16 +50,8 @@ def test_wide_heads_are_right(case: Case) -> None:
     check(case)
 
 
-TILES = [
-    MmaTile(64, 64, warps=8),
-    MmaTile(64, 32, warps=8, stages=3),
-    MmaTile(32, 64),
-    MmaTile(32, 32),
-    MmaTile(16, 32, warps=2),
-    MmaTile(64, 32),
-]
-
-
+TILES = [MmaTile(64, 64, warps=8), MmaTile(64, 32, warps=8, stages=3), MmaTile(32, 64)]
+TILES += [MmaTile(32, 32), MmaTile(16, 32, warps=2), MmaTile(64, 32)]
 TILED = [
     (tile, *dims)
     for dims in ((512, 512), (576, 384), (512, 192))
@@ -159,10 +143,8 @@ def test_random_problems_are_right(test: int) -> None:
         with naming(f"problem {number}, {family} alignment {alignment} {case}"):
             if isinstance(case, Case):
                 check(case)
-            elif isinstance(case, VarlenCase):
-                check_varlen(Place(family), case, alignment)
             else:
-                check_kvcache(Place(family), case, alignment)
+                check_sequences(Place(family), case, alignment)
 
 
 @pytest.mark.parametrize("alignment", [2, 4, 8])
@@ -184,8 +166,6 @@ def test_wide_rows_of_any_alignment_are_right(alignment: int) -> None:
 
 @pytest.mark.parametrize("test", range(4))
 def test_modified_wide_heads_are_right(test: int) -> None:
-    import cupy
-
     for seed in range(2 * test, 2 * test + 2):
         rng = np.random.default_rng([zlib.crc32(b"wide"), seed])
         family = str(rng.choice(["mma", "mma", "simt", "any"]))
@@ -211,7 +191,7 @@ def test_modified_wide_heads_are_right(test: int) -> None:
     )
 )
 def test_packed_wide_heads_are_right(place: Place, case) -> None:
-    check_varlen(place, case)
+    check_sequences(place, case)
 
 
 @pytest.mark.parametrize("place", ON_GPU, ids=str)
@@ -237,13 +217,11 @@ def test_packed_wide_heads_are_right(place: Place, case) -> None:
 )
 @pytest.mark.parametrize("num_splits", [0, 3])
 def test_cached_wide_heads_are_right(place: Place, case, num_splits: int) -> None:
-    check_kvcache(place, case, num_splits=num_splits)
+    check_sequences(place, case, num_splits=num_splits)
 
 
 @pytest.mark.parametrize("test", range(4))
 def test_gradients_of_wide_heads_are_right(test: int) -> None:
-    import cupy
-
     for number in range(2):
         rng = np.random.default_rng([zlib.crc32(b"wide"), test])
         sizes = np.random.default_rng([test, number])

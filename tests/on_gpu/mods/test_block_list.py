@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.calls.modified_calls import DTYPES, ModifiedCall
+from support.gpu import cupy
 from support.gpu.gpu_support import Case
 
 from cupy_flash import BlockList, flash_attention
@@ -41,8 +42,6 @@ def test_it_is_right_whether_or_not_tiles_divide_its_blocks(
 ) -> None:
     if not Case(family, "bfloat16").is_supported():
         pytest.skip(f"the {family} family does not run here")
-    import cupy
-
     for tile in TILES[family]:
         seqlen_q = 3 if family == "decode" else int(rng.integers(300, 800))
         seqlen_k = int(rng.integers(seqlen_q, 900))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.gpu import cupy
 from support.mods.block_mask_cuda import check_map, launched, map_of, read_map
 
 from cupy_flash.calls.gpu.block_masks import mask_text
@@ -23,6 +24,10 @@ def documents(rng: np.random.Generator, *shape: int, count: int = 12) -> np.ndar
     return np.sort(rng.integers(0, count, shape).astype(np.int32))
 
 
+def same(i: Any, j: Any, doc: Any) -> Any:
+    return doc[i] == doc[j]
+
+
 def arrays_of(rng: np.random.Generator) -> dict[str, tuple[Callable[..., Any], Arrays]]:
     """Return masks of all kinds, by bounds, one position or pair, each with its captures."""
     nan = np.repeat(rng.choice([0.0, 1.0, 2.0, np.nan], KEYS // 50), 50).astype(np.float32)
@@ -32,10 +37,7 @@ def arrays_of(rng: np.random.Generator) -> dict[str, tuple[Callable[..., Any], A
             lambda b, i, j, doc: (doc[b, i] == doc[b, j]) & (j <= i),
             {"doc": documents(rng, BATCH, KEYS)},
         ),
-        "documents out of order": (
-            lambda i, j, doc: doc[i] == doc[j],
-            {"doc": rng.integers(0, 3, KEYS).astype(np.uint8)},
-        ),
+        "documents out of order": (same, {"doc": rng.integers(0, 3, KEYS).astype(np.uint8)}),
         "heads": (
             lambda h, i, j, size: np.abs(i - j) < size[h],
             {"size": np.array([3, 90, 700], np.int32)},
@@ -58,15 +60,11 @@ NAMES = tuple(arrays_of(np.random.default_rng(0)))
 
 def both(function: Callable[..., Any], arrays: Arrays) -> tuple[MaskMod, MaskMod]:
     """Return the mask with captures on the GPU, and the mask with captures in NumPy arrays."""
-    import cupy
-
     on_gpu = {name: cupy.asarray(array) for name, array in arrays.items()}
     return MaskMod(function, **on_gpu), MaskMod(function, **arrays)
 
 
 def bytes_of(map: BlockMask) -> Any:
-    import cupy
-
     return cupy.ndarray((map.layout.bytes,), np.uint8, memptr=map.memory)
 
 
@@ -124,14 +122,9 @@ def test_the_same_map_comes_out_every_time(rng: np.random.Generator, name: str) 
 
 
 def test_refresh_sees_what_was_written_to_a_captured_array(rng: np.random.Generator) -> None:
-    import cupy
-
     first, second = documents(rng, KEYS), documents(rng, KEYS)
     array = cupy.asarray(first)
     spec = BlockMaskSpec(128, 64, 1, 1, KEYS, KEYS)
-
-    def same(i: Any, j: Any, doc: Any) -> Any:
-        return doc[i] == doc[j]
 
     mod = MaskMod(same, doc=array)
     check(mod, MaskMod(same, doc=first), spec, bytes_of(map_of(mod, spec, "float16").map).get())
@@ -152,15 +145,10 @@ def keep_busy(array: Any) -> None:
 def test_a_map_is_built_behind_what_is_written_and_read_behind_what_builds_it(
     rng: np.random.Generator,
 ) -> None:
-    import cupy
-
     first, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
     ids = documents(rng, KEYS)
     uploaded = cupy.asarray(ids)
     array, busy = cupy.zeros(KEYS, np.int32), cupy.zeros(1 << 26, np.float32)
-
-    def same(i: Any, j: Any, doc: Any) -> Any:
-        return doc[i] == doc[j]
 
     mod, spec = MaskMod(same, doc=array), BlockMaskSpec(64, 64, 1, 1, KEYS, KEYS)
     # Compile everything now: a compilation below would give the GPU time to finish its work.
@@ -185,16 +173,11 @@ def test_a_map_is_built_behind_what_is_written_and_read_behind_what_builds_it(
 def test_a_forgotten_map_stays_as_long_as_a_stream_reads_it(
     reads_on_default: bool, rng: np.random.Generator
 ) -> None:
-    import cupy
-
     reader, builder = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream.null
     if reads_on_default:
         reader, builder = builder, reader
     ids, others = documents(rng, KEYS), documents(rng, KEYS)
     busy = cupy.zeros(1 << 26, np.float32)
-
-    def same(i: Any, j: Any, doc: Any) -> Any:
-        return doc[i] == doc[j]
 
     mod, spec = MaskMod(same, doc=cupy.asarray(ids)), BlockMaskSpec(64, 64, 1, 1, KEYS, KEYS)
     next_ids = cupy.asarray(others)
@@ -226,14 +209,12 @@ def test_a_forgotten_map_stays_as_long_as_a_stream_reads_it(
 def test_a_graph_builds_its_map_from_what_the_arrays_hold_at_each_launch(
     rng: np.random.Generator,
 ) -> None:
-    import cupy
-
-    def same(i: Any, j: Any, doc: Any) -> Any:
+    def causal(i: Any, j: Any, doc: Any) -> Any:
         return (doc[i] == doc[j]) & (j <= i)
 
     values = [documents(rng, KEYS) for _ in range(3)]
     array = cupy.asarray(values[0])
-    mod, spec = MaskMod(same, doc=array), BlockMaskSpec(192, 128, 1, 1, KEYS, KEYS, causal=True)
+    mod, spec = MaskMod(causal, doc=array), BlockMaskSpec(192, 128, 1, 1, KEYS, KEYS, causal=True)
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
@@ -248,6 +229,6 @@ def test_a_graph_builds_its_map_from_what_the_arrays_hold_at_each_launch(
             array.set(ids, stream=stream)
             graph.launch(stream)
             stream.synchronize()
-            check(mod, MaskMod(same, doc=ids), spec, bytes_of(captured.map).get())
+            check(mod, MaskMod(causal, doc=ids), spec, bytes_of(captured.map).get())
         assert map_of(mod, spec, "float16").map is kept.map
-        check(mod, MaskMod(same, doc=values[0]), spec, bytes_of(kept.map).get())
+        check(mod, MaskMod(causal, doc=values[0]), spec, bytes_of(kept.map).get())

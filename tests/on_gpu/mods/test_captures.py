@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.gpu import cupy
 from support.mods.mod_gallery import NEGATIONS
 
 from cupy_flash import (
@@ -23,22 +24,16 @@ NAMES = ("xor", "true", "typeid", "static_assert", "NULL", "Real", "x__y", "α")
 
 
 def inputs(rng: np.random.Generator, seqlen: int = 300) -> list[Any]:
-    import cupy
-
     shape = (2, seqlen, 2, 64)
     return [cupy.asarray(rng.standard_normal(shape, np.float32)) for _ in range(3)]
 
 
 def documents(rng: np.random.Generator, seqlen: int = 300) -> Any:
-    import cupy
-
     return cupy.asarray(np.sort(rng.integers(0, 4, (2, seqlen), np.int32), axis=1))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_captures_of_any_name_reach_kernels_and_block_maps(name, rng) -> None:
-    import cupy
-
     q, k, v = (x.astype(np.float16) for x in inputs(rng))
     array, factor = documents(rng), f"{name}_2"
     mask = MaskMod(eval(f"lambda b, i, j, {name}: {name}[b, i] == {name}[b, j]"), **{name: array})
@@ -50,8 +45,6 @@ def test_captures_of_any_name_reach_kernels_and_block_maps(name, rng) -> None:
 
 
 def test_arrays_around_a_function_are_read_at_each_call(rng) -> None:
-    import cupy
-
     q, k, v = (x.astype(np.float16) for x in inputs(rng))
     segment, bias = documents(rng), cupy.zeros((2, 300), np.float32)
 
@@ -74,8 +67,6 @@ def test_arrays_around_a_function_are_read_at_each_call(rng) -> None:
 
 
 def test_zeros_of_both_signs_do_not_share_a_call(rng) -> None:
-    import cupy
-
     q, k, v = inputs(rng)
     for value in (0.0, -0.0, 0.0):
         mod = ScoreMod(lambda score, c: np.where(1 / c > 0, score, -score), c=value)
@@ -98,8 +89,6 @@ def test_device_arrays_are_equal_where_they_are_one(rng) -> None:
 
 
 def test_a_pickled_mask_has_arrays_on_the_gpu(rng) -> None:
-    import cupy
-
     q, k, v = (x.astype(np.float16) for x in inputs(rng))
     segment = documents(rng)
     mask = MaskMod(lambda b, i, j: segment[b, i] == segment[b, j])
@@ -113,8 +102,6 @@ def test_a_pickled_mask_has_arrays_on_the_gpu(rng) -> None:
 @pytest.mark.parametrize("negation", NEGATIONS)
 @pytest.mark.parametrize("of_minima", [True, False])
 def test_nested_minima_and_maxima_keep_the_signs_of_negations(of_minima, negation, rng) -> None:
-    import cupy
-
     q, k, v = (x.astype(np.float16) for x in inputs(rng))
     t, negated = cupy.arange(300, dtype=np.int32), NEGATIONS[negation]
 

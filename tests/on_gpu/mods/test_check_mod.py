@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.calls.modified_calls import MASK_MODS, SCORE_MODS
+from support.gpu import cupy
 
 from cupy_flash import MaskMod, ScoreMod, check_mod
 
@@ -30,8 +31,6 @@ def test_traced_text_is_what_the_function_is(name: str) -> None:
 
 
 def test_text_that_is_another_function_is_found_out() -> None:
-    import cupy
-
     right = "return score + table(h, min(max(i - j, -20), 20) + 20);"
     captures = {"table": cupy.asarray(TABLE)}
     check_mod(ScoreMod(SCORE_MODS["table"], cuda=right, **captures))

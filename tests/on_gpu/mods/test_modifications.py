@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.calls.modified_calls import DTYPES, KINDS, ModifiedCall, padded_call, random_call
-from support.gpu.gpu_support import bits
+from support.gpu import cupy
+from support.gpu.gpu_support import bits, capture_call
 
 from cupy_flash import UnsupportedError, flash_attention, plan
 from cupy_flash.families import FORWARD
@@ -33,8 +34,6 @@ def draw(seed: int) -> tuple[ModifiedCall, str | None]:
 
 @pytest.mark.parametrize("test", range(TESTS))
 def test_random_combinations_are_right_in_every_family(test: int) -> None:
-    import cupy
-
     for seed in range(test * CALLS, (test + 1) * CALLS):
         call, family = draw(seed)
         try:
@@ -49,8 +48,6 @@ def test_random_combinations_are_right_in_every_family(test: int) -> None:
 @pytest.mark.parametrize("size", [1e-13, 1.0, 1e9])
 @pytest.mark.parametrize("sign", ["low", "high", "both"])
 def test_scores_at_their_cap_keep_the_precision_of_values(cap, size, sign, rng) -> None:
-    import cupy
-
     real = DTYPES["bfloat16"]
     q = np.full((1, 200, 2, 64), 30, real)
     signs = {"low": [-30], "high": [30], "both": [-30, 30]}[sign]
@@ -67,8 +64,6 @@ def test_scores_at_their_cap_keep_the_precision_of_values(cap, size, sign, rng) 
 def test_low_scores_beside_hidden_ones_find_their_base(
     dtype: str, head_dim: int, rows: int, rng: np.random.Generator
 ) -> None:
-    import cupy
-
     arrays = {
         name: rng.standard_normal((2, length, 2, head_dim)).astype(DTYPES[dtype])
         for name, length in (("q", rows), ("k", 305), ("v", 305))
@@ -85,8 +80,6 @@ LOW = [-65504.0, -1e6, -1e9, -1e30, float(np.finfo(np.float32).min)]
 
 def check_with_and_without_lse(call: ModifiedCall, **how: Any) -> None:
     """Check a call, and that its output is the same if no log-sum-exp is requested."""
-    import cupy
-
     out, lse = call.run(cupy, **how)
     call.compare(out, lse)
     positional, named = call.given(cupy)
@@ -179,8 +172,6 @@ def test_scores_around_the_lowest_that_count_keep_their_weights(
 def test_keys_of_the_highest_scores_have_equal_weights(
     seqlen_q: int, head_dim: int, dtype: str, high: float, others: float, rng: np.random.Generator
 ) -> None:
-    import cupy
-
     real = DTYPES[dtype]
     q = np.zeros((1, seqlen_q, 2, head_dim), real)
     k, v = (rng.standard_normal((1, 777, 2, head_dim)).astype(real) for _ in range(2))
@@ -229,8 +220,6 @@ def test_rows_of_low_scores_beside_a_sink(kind: str, sink: float, rng: np.random
 
 def test_rows_of_low_scores_are_found_at_each_replay_of_a_graph(rng: np.random.Generator) -> None:
     """A replay resets the counters, and the next one finds rows that were not low before."""
-    import cupy
-
     real = DTYPES["bfloat16"]
     q, k, v = (cupy.asarray(rng.standard_normal((1, 300, 2, 64)).astype(real)) for _ in range(3))
     bias = cupy.zeros((1, 1, 300, 300), np.float32)
@@ -238,11 +227,8 @@ def test_rows_of_low_scores_are_found_at_each_replay_of_a_graph(rng: np.random.G
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
-        flash_attention(q, k, v, bias=bias, out=out, family="hopper")
-        stream.synchronize()
-        stream.begin_capture()
-        flash_attention(q, k, v, bias=bias, out=out, family="hopper")
-        graph = stream.end_capture()
+        options = {"bias": bias, "out": out, "family": "hopper"}
+        graph, _ = capture_call(stream, flash_attention, q, k, v, **options)
     for rows in (slice(0, 0), slice(40, 90), slice(0, 0), slice(299, 300)):
         bias[...] = 0
         bias[:, :, rows] = -1e9

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from support.draws import few_then_slow
+from support.gpu import cupy
 from support.gpu.gpu_support import current_device
 from support.mods.block_mask_cuda import launched, map_of, read_map
 from support.mods.function_calls import function_calls
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.gpu
 
 # Half of the functions are masks, half are score functions. A translation unit has 100 of them.
 COUNT, PART = 10_000, 100
+# Number of tests whose functions differ between runs.
 FRESH = 20
 # Numbers of attention calls and of block masks, ten per test. All but the first `QUICK` are slow.
 CALLS, QUICK = 300, 60
@@ -54,8 +56,6 @@ def test_kernels_compute_new_random_functions(_: int, rng: np.random.Generator) 
 
 @pytest.mark.parametrize("begin", few_then_slow(range(0, CALLS, 10), QUICK // 10))
 def test_attention_and_its_gradients_see_the_same_pairs(begin: int) -> None:
-    import cupy
-
     inputs = DTYPES[begin // 10 % 4]
     for number, call in enumerate(itertools.islice(function_calls(begin + 1, inputs), 10)):
         families = FAMILIES[inputs]
@@ -69,8 +69,6 @@ def test_attention_and_its_gradients_see_the_same_pairs(begin: int) -> None:
 
 @pytest.mark.parametrize("begin", few_then_slow(range(0, CALLS, 10), QUICK // 10))
 def test_block_maps_hide_no_seen_pair_and_show_no_hidden_one(begin: int) -> None:
-    import cupy
-
     inputs = DTYPES[begin // 10 % 3]
     for number in range(begin, begin + 10):
         function = random_function(2 * number + 1, "mask", inputs)

@@ -12,7 +12,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support.gpu.gpu_support import DTYPES, Guarded, current_device
+from support.gpu import cupy
+from support.gpu.gpu_support import DTYPES, Guarded, capture_call, current_device
 
 from cupy_flash.gpu.append import Append, AppendSpec, prepare
 from cupy_flash.parallel import generation
@@ -79,8 +80,6 @@ class Arrays:
     """Arrays of one append, on the host and, surrounded by NaN, on the GPU."""
 
     def __init__(self, rng: np.random.Generator, case: Case) -> None:
-        import cupy
-
         self.case = case
         blocks, rows = case.caches, case.capacity
         if case.page_size:
@@ -145,7 +144,7 @@ class Places:
         return cls(lengths.astype(np.int32), cache_batch_idx=rows.astype(np.int32))
 
     def before(self, case: Case) -> np.ndarray:
-        """Return the cached rows of each sequence, clamped as the append kernel clamps them."""
+        """Return the number of cached rows of each sequence, clamped as in the append kernel."""
         told = np.broadcast_to(self.lengths, case.batch)
         if self.cache_batch_idx is not None:
             # A sequence with an invalid cache index has no keys.
@@ -206,8 +205,6 @@ NAMES = (
 
 
 def on_device(array: np.ndarray | None) -> Any:
-    import cupy
-
     return None if array is None else cupy.asarray(array)
 
 
@@ -449,8 +446,6 @@ def backwards(x: Any) -> Any:
 
 
 def type_of(x: Any) -> Any:
-    import cupy
-
     return cupy.get_array_module(x)
 
 
@@ -479,8 +474,6 @@ def test_arrays_of_any_kind_get_the_rows_that_those_of_numpy_get(
     ranks: int,
     rank: int,
 ) -> None:
-    import cupy
-
     group: Any = SimpleNamespace(size=ranks, rank=rank)
     caches, added = (
         [rng.standard_normal((3, n, 2, dim)).astype(DTYPES[dtype]) for dim in dims] for n in (37, 7)
@@ -549,8 +542,6 @@ def test_a_cache_without_rows_takes_none(rng: np.random.Generator) -> None:
 
 
 def test_a_captured_append_follows_the_lengths_as_they_grow(rng: np.random.Generator) -> None:
-    import cupy
-
     case = Case(page_size=4, seqlen_q=1, seqlen_new=1, rotary_dim=64)
     table = shuffled_pages(rng, case)
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -558,12 +549,8 @@ def test_a_captured_append_follows_the_lengths_as_they_grow(rng: np.random.Gener
     cupy.cuda.Device().synchronize()
     with stream:
         run = Run(arrays, Places(np.array([3, 0, 11], np.int32), block_table=table))
-        # This append writes the same rows as the first replay, because the lengths are equal.
-        run()
-        stream.synchronize()
-        stream.begin_capture()
-        run()
-        graph = stream.end_capture()
+        # The call before the capture writes the rows of the first replay: the lengths are equal.
+        graph, _ = capture_call(stream, run)
         for step in range(9):
             lengths = np.array([3 + step, step, 11 + step], np.int32)
             run.lengths.set(lengths, stream=stream)

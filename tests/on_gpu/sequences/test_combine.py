@@ -13,6 +13,8 @@ from support.calls.combine_support import (
     random_sinks,
     with_sinks,
 )
+from support.gpu import cupy
+from support.gpu.gpu_support import capture_call
 
 from cupy_flash import attention_reference, combine
 from cupy_flash.reference.dense import error_bound, max_error
@@ -32,8 +34,6 @@ SHAPES = [
 
 
 def gpu(array: np.ndarray) -> Any:
-    import cupy
-
     return cupy.asarray(array)
 
 
@@ -202,18 +202,12 @@ def test_the_same_parts_give_the_same_bits_every_time(rng: np.random.Generator) 
 
 
 def test_a_captured_merge_follows_what_the_parts_hold(rng: np.random.Generator) -> None:
-    import cupy
-
     first, second = (random_parts(rng, "float16", (5, 2, 7, 6, 64)) for _ in range(2))
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         parts = [gpu(array) for array in first]
         out = poisoned((2, 7, 6, 64), np.float16)
-        combine(*parts, out=out)
-        stream.synchronize()
-        stream.begin_capture()
-        _, lse = combine(*parts, out=out)
-        graph = stream.end_capture()
+        graph, (_, lse) = capture_call(stream, combine, *parts, out=out)
         for array, values in zip(parts, second, strict=True):
             array.set(values, stream=stream)
         for array in (out, lse):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.calls.sequence_support import KVCacheCase, KVCacheProblem, VarlenCase
+from support.gpu import cupy
 from support.gpu.gpu_sequences import (
     Place,
     cluster_of,
@@ -45,8 +46,6 @@ def captured(
     place: Place, enqueue: Callable[[], Any], stream: Any = None, mode: int | None = None
 ) -> Captured:
     """Capture `enqueue` as the docs recommend: after a warm-up, with a separate memory pool."""
-    import cupy
-
     stream = stream or cupy.cuda.Stream(non_blocking=True)
     pool = cupy.cuda.MemoryPool()
     cupy.cuda.Device().synchronize()
@@ -66,8 +65,6 @@ def copy_on(stream: Any, target: Any, source: Any) -> None:
 
 def advance(lengths: Any) -> None:
     """Add 1 to the length of every sequence, on the current stream."""
-    import cupy
-
     code = 'extern "C" __global__ void advance(int* lengths) { ++lengths[threadIdx.x]; }'
     cupy.RawKernel(code, "advance")((1,), (lengths.size,), (lengths,))
 
@@ -76,8 +73,6 @@ class Generation:
     """Decoding steps that append the same token to each cache and attend to the cache."""
 
     def __init__(self, place: Place, case: KVCacheCase, **options: Any) -> None:
-        import cupy
-
         problem: KVCacheProblem = problem_of(dataclasses.replace(case, slack=STEPS + 1))
         self.place = place
         self.options = {**place.options, **options}
@@ -104,8 +99,6 @@ class Generation:
 
 
 def generated_eagerly(place: Place, case: KVCacheCase, **options: Any) -> Generation:
-    import cupy
-
     generation = Generation(place, case, **options)
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
@@ -189,8 +182,6 @@ def test_one_graph_serves_a_growing_cache(place: Place, case: KVCacheCase, num_s
 def test_replays_and_eager_calls_on_other_streams_do_not_disturb_each_other(
     place: Place, case: KVCacheCase
 ) -> None:
-    import cupy
-
     expected = generated_eagerly(place, case)
     generation = Generation(place, case)
     # `alike` makes the same call on the stream of the capture, `other` another call on `side`.
@@ -219,8 +210,6 @@ def test_replays_and_eager_calls_on_other_streams_do_not_disturb_each_other(
 @on_every_family
 @of_cases(GENERATIONS)
 def test_two_graphs_captured_on_one_stream_may_run_at_once(place: Place, case: KVCacheCase) -> None:
-    import cupy
-
     expected = generated_eagerly(place, case)
     generations = [Generation(place, case) for _ in range(2)]
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -297,8 +286,6 @@ def test_many_layers_are_captured_in_one_graph(place: Place) -> None:
 def test_a_captured_varlen_call_replays_on_other_lengths(
     place: Place, case: VarlenCase, num_splits: int
 ) -> None:
-    import cupy
-
     rng = np.random.default_rng(6)
     # The total number of rows is the same, but the lengths of the sequences are permuted.
     others = [
@@ -335,8 +322,6 @@ def test_a_captured_varlen_call_replays_on_other_lengths(
 @on_every_family
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_a_captured_step_follows_other_caches_and_pages(place: Place, page_size: int) -> None:
-    import cupy
-
     case = KVCacheCase(
         (117, 900, 0, 33),
         dtype="float16",
@@ -349,8 +334,7 @@ def test_a_captured_step_follows_other_caches_and_pages(place: Place, page_size:
     arguments = problem_of(case).arguments(cupy)
     out = problem_of(case).poisoned_out(cupy)
     made = captured(
-        place,
-        lambda: flash_attention_with_kvcache(**arguments, out=out, **place.options),
+        place, lambda: flash_attention_with_kvcache(**arguments, out=out, **place.options)
     )
     stream = made.stream
     for seed, lengths in enumerate(((0, 0, 900, 1), (900, 899, 0, 64), (5, 900, 17, 16)), 1):
@@ -372,8 +356,6 @@ def test_a_captured_step_follows_other_caches_and_pages(place: Place, page_size:
 @of_cases(GENERATIONS)
 def test_after_a_warm_up_the_strictest_capture_succeeds(place: Place, case: KVCacheCase) -> None:
     # In this mode a wait or an allocation is an error, on any stream.
-    import cupy
-
     expected = generated_eagerly(place, case)
     generation = Generation(place, case)
     made = captured(place, generation.step, mode=cupy.cuda.runtime.streamCaptureModeGlobal)
@@ -385,8 +367,6 @@ def test_after_a_warm_up_the_strictest_capture_succeeds(place: Place, case: KVCa
 def test_a_call_runs_on_the_current_stream_and_does_not_wait_for_it(
     place: Place, what: str
 ) -> None:
-    import cupy
-
     case: Any = (
         varlen(dtype="float16", causal=True)
         if what == "varlen"
@@ -403,8 +383,7 @@ def test_a_call_runs_on_the_current_stream_and_does_not_wait_for_it(
     cupy.cuda.Device().synchronize()
     with stream:
         # This call leaves memory for the result in the stream's pool: a new allocation could wait.
-        with place.skipping_what_it_refuses():
-            function(**problem.arguments(cupy), **place.options)
+        place.call(function, **problem.arguments(cupy))
         stream.synchronize()
         keep_busy()
         for name, value in arguments.items():

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.calls.sequence_support import KVCacheCase, KVCacheProblem, to_numpy
 from support.calls.sequence_support import Truth as SequencesTruth
+from support.gpu import cupy
 from support.gpu.gpu_sequences import (
     GROUPS,
     HEAD_DIMS,
@@ -21,6 +22,7 @@ from support.gpu.gpu_sequences import (
     Place,
     assert_same_bits,
     check_kvcache,
+    checks_everywhere,
     cluster_of,
     cubins,
     decode_on_h100,
@@ -33,7 +35,7 @@ from support.gpu.gpu_sequences import (
     problem_of,
     run_kvcache,
 )
-from support.gpu.gpu_support import DTYPES, Truth, bits, require_free_memory
+from support.gpu.gpu_support import DTYPES, Truth, bits, require_free_memory, run_in_threads
 from support.prebuilt import use_cubins
 from support.wrong_numbers import HEADS, KVCACHE_CALLS, check_kvcache_result, wrong_kvcache
 
@@ -48,8 +50,7 @@ DRAW = random.Random(5)
 # ---- Query rows, heads, head dims, lengths
 
 
-@everywhere
-@of_cases(
+test_any_number_of_query_rows_is_right = checks_everywhere(
     kvcache(
         dtype=dtype,
         seqlen_q=seqlen_q,
@@ -63,22 +64,14 @@ DRAW = random.Random(5)
     )
     for dtype in (SIXTEEN_BIT[index % 2], ("float32", "float64")[index % 2])
 )
-def test_any_number_of_query_rows_is_right(place: Place, case: KVCacheCase) -> None:
-    check_kvcache(place, case)
 
-
-@everywhere
-@of_cases(
+test_any_head_dims_are_right = checks_everywhere(
     kvcache(dtype=dtype, head_dim=dim, head_dim_v=dim_v, seqlen_q=3, seqlen_new=2, causal=True)
     for index, (dim, dim_v) in enumerate(HEAD_DIMS)
     for dtype in (SIXTEEN_BIT[index % 2], ("float32", "float64")[index % 2])
 )
-def test_any_head_dims_are_right(place: Place, case: KVCacheCase) -> None:
-    check_kvcache(place, case)
 
-
-@everywhere
-@of_cases(
+test_any_batch_and_cache_length_is_right = checks_everywhere(
     kvcache(
         dtype=dtype,
         batch=batch,
@@ -95,20 +88,12 @@ def test_any_head_dims_are_right(place: Place, case: KVCacheCase) -> None:
         (70, 500, 1, 4, 2),
     )
 )
-def test_any_batch_and_cache_length_is_right(place: Place, case: KVCacheCase) -> None:
-    check_kvcache(place, case)
 
-
-@everywhere
-@of_cases(
+test_empty_caches_give_zero_and_lengths_about_a_tile_are_right = checks_everywhere(
     KVCacheCase(lengths, dtype=dtype, seqlen_q=2, causal=causal, heads_q=8, heads_kv=2)
     for lengths in ((0,), (0, 0, 0, 0), (1, 0, 2), (15, 16, 17, 63, 64, 65, 127, 128, 129))
     for dtype, causal in (("bfloat16", True), ("float16", False), ("float32", True))
 )
-def test_empty_caches_give_zero_and_lengths_about_a_tile_are_right(
-    place: Place, case: KVCacheCase
-) -> None:
-    check_kvcache(place, case)
 
 
 @everywhere
@@ -121,14 +106,11 @@ def test_one_length_for_all_may_be_an_integer(place: Place, case: KVCacheCase) -
     check_kvcache(place, case, cache_seqlens=case.lengths[0])
 
 
-@everywhere
-@of_cases(
+test_any_softmax_scale_is_right = checks_everywhere(
     kvcache(longest=90, dtype=dtype, causal=causal, seqlen_q=5, softmax_scale=scale)
     for dtype in ("float16", "float32")
     for scale, causal in ((0.0, True), (-0.3, True), (2.0, False))
 )
-def test_any_softmax_scale_is_right(place: Place, case: KVCacheCase) -> None:
-    check_kvcache(place, case)
 
 
 @everywhere
@@ -137,10 +119,8 @@ def test_no_sequences_give_an_empty_result(place: Place) -> None:
     q = xp.asarray(np.zeros((0, 2, 4, 64), np.float16))
     cache = xp.asarray(np.full((3, 50, 2, 64), np.nan, np.float16))
     lengths = xp.asarray(np.zeros(0, np.int32))
-    with place.skipping_what_it_refuses():
-        out, lse = flash_attention_with_kvcache(
-            q, cache, cache, cache_seqlens=lengths, return_lse=True, **place.options
-        )
+    options = {"cache_seqlens": lengths, "return_lse": True}
+    out, lse = place.call(flash_attention_with_kvcache, q, cache, cache, **options)
     assert out.shape == (0, 2, 4, 64)
     assert lse.shape == (0, 4, 2)
 
@@ -151,13 +131,8 @@ def test_rows_are_appended_though_the_queries_have_no_heads(place: Place) -> Non
     cache, other = (xp.asarray(np.zeros((2, 50, 2, 64), np.float16)) for _ in range(2))
     new = xp.asarray(np.ones((2, 1, 2, 64), np.float16))
     lengths = xp.asarray(np.array([0, 37], np.int32))
-    with place.skipping_what_it_refuses():
-        out, lse = flash_attention_with_kvcache(
-            *(new[:, :, :0], cache, other, new, new),
-            cache_seqlens=lengths,
-            return_lse=True,
-            **place.options,
-        )
+    arrays, options = (new[:, :, :0], cache, other, new, new), {"cache_seqlens": lengths}
+    out, lse = place.call(flash_attention_with_kvcache, *arrays, **options, return_lse=True)
     assert out.shape == (2, 1, 0, 64)
     assert lse.shape == (2, 0, 1)
     appended = np.zeros((2, 50, 2, 64), np.float16)
@@ -182,8 +157,7 @@ def test_sequences_may_read_one_cache(place: Place) -> None:
 # ---- Pages
 
 
-@everywhere
-@of_cases(
+test_pages_of_any_size_are_right = checks_everywhere(
     kvcache(
         dtype=dtype,
         page_size=page_size,
@@ -198,33 +172,22 @@ def test_sequences_may_read_one_cache(place: Place) -> None:
     for dtype in (*SIXTEEN_BIT, DRAW.choice(("float32", "float64")))
     for heads_q, heads_kv in (DRAW.choice(GROUPS),)
 )
-def test_pages_of_any_size_are_right(place: Place, case: KVCacheCase) -> None:
-    check_kvcache(place, case)
 
-
-@everywhere
-@of_cases(
+test_pages_of_any_head_dims_are_right = checks_everywhere(
     kvcache(dtype=dtype, page_size=page_size, head_dim=dim, head_dim_v=dim_v, seqlen_q=2)
     for dtype, page_size, dim, dim_v in PAGES_OF_DIMS
 )
-def test_pages_of_any_head_dims_are_right(place: Place, case: KVCacheCase) -> None:
-    check_kvcache(place, case)
 
-
-@everywhere
-@of_cases(
+test_long_or_many_paged_sequences_are_right = checks_everywhere(
     kvcache(batch=batch, longest=longest, page_size=page_size, dtype="bfloat16", heads_kv=1)
     for batch, longest, page_size in ((1, 5000, 1), (3, 3000, 16), (70, 300, 64))
 )
-def test_long_or_many_paged_sequences_are_right(place: Place, case: KVCacheCase) -> None:
-    check_kvcache(place, case)
 
 
 # ---- Appended rows
 
 
-@everywhere
-@of_cases(
+test_new_rows_are_appended_and_attended_to = checks_everywhere(
     kvcache(
         dtype=dtype,
         seqlen_q=seqlen_q,
@@ -245,12 +208,8 @@ def test_long_or_many_paged_sequences_are_right(place: Place, case: KVCacheCase)
         (("float32", "float64")[index % 2], (0, 16)[index // 2 % 2]),
     )
 )
-def test_new_rows_are_appended_and_attended_to(place: Place, case: KVCacheCase) -> None:
-    check_kvcache(place, case)
 
-
-@everywhere
-@of_cases(
+test_new_rows_and_queries_are_turned_by_their_positions = checks_everywhere(
     kvcache(
         dtype=dtype,
         seqlen_q=new,
@@ -268,14 +227,8 @@ def test_new_rows_are_appended_and_attended_to(place: Place, case: KVCacheCase) 
     for rotary_dtype in (DRAW.choice((None, "float64" if dtype == "float64" else "float32")),)
     for new, page_size in (DRAW.choice(((1, 0), (1, 16), (5, 16), (5, 3), (33, 0), (33, 3))),)
 )
-def test_new_rows_and_queries_are_turned_by_their_positions(
-    place: Place, case: KVCacheCase
-) -> None:
-    check_kvcache(place, case)
 
-
-@everywhere
-@of_cases(
+test_rotation_of_any_head_dims_is_right = checks_everywhere(
     kvcache(
         dtype=dtype,
         head_dim=dim,
@@ -295,17 +248,11 @@ def test_new_rows_and_queries_are_turned_by_their_positions(
         ("float32", 33, 6, 4, 4),
     )
 )
-def test_rotation_of_any_head_dims_is_right(place: Place, case: KVCacheCase) -> None:
-    check_kvcache(place, case)
 
-
-@everywhere
-@of_cases(
+test_a_whole_batch_of_decode_steps_is_right = checks_everywhere(
     kvcache(batch=40, longest=300, dtype=dtype, seqlen_new=1, rotary_dim=64, causal=True)
     for dtype in ("float16", "float32")
 )
-def test_a_whole_batch_of_decode_steps_is_right(place: Place, case: KVCacheCase) -> None:
-    check_kvcache(place, case)
 
 
 @everywhere
@@ -319,23 +266,14 @@ def test_step_by_step_the_cache_fills_and_each_token_is_right(
     q, k, v = (rng.standard_normal((2, steps, 4, 64)).astype(DTYPES[dtype]) for _ in range(3))
     shape = (6, 16, 4, 64) if page_size else (2, steps, 4, 64)
     caches = [Amid(xp, np.full(shape, np.nan, q.dtype)) for _ in range(2)]
+    views = [cache.view for cache in caches]
     table = xp.asarray(np.array([[4, 0, 2], [1, 5, 3]], np.int32)) if page_size else None
     outs = []
     for first, end in itertools.pairwise((0, 17, 18, 19, 20, 25, 38, 39, 40)):
-        new = (xp.asarray(array[:, first:end]) for array in (q, k, v))
-        lengths = xp.asarray(np.full(2, first, np.int32))
-        q_new, *kv_new = new
-        with place.skipping_what_it_refuses():
-            out = flash_attention_with_kvcache(
-                q_new,
-                caches[0].view,
-                caches[1].view,
-                *kv_new,
-                cache_seqlens=lengths,
-                block_table=table,
-                causal=True,
-                **place.options,
-            )
+        q_new, *kv_new = (xp.asarray(array[:, first:end]) for array in (q, k, v))
+        options = {"cache_seqlens": xp.asarray(np.full(2, first, np.int32)), "causal": True}
+        options["block_table"] = table
+        out = place.call(flash_attention_with_kvcache, q_new, *views, *kv_new, **options)
         outs.append(to_numpy(out))
     Truth.of((q, k, v), causal=True).check(np.concatenate(outs, axis=1))
     for cache in caches:
@@ -435,15 +373,12 @@ MIXED = [
 
 
 def on_device(case: KVCacheCase) -> dict[str, Any]:
-    import cupy
-
     arguments: dict[str, Any] = problem_of(case).arguments(cupy)
     return arguments
 
 
 def call(place: Place, arguments: dict[str, Any], **options: Any) -> Any:
-    with place.skipping_what_it_refuses():
-        return flash_attention_with_kvcache(**arguments, **place.options, **options)
+    return place.call(flash_attention_with_kvcache, **arguments, **options)
 
 
 @on_every_family
@@ -454,7 +389,7 @@ def test_calls_of_different_shapes_one_after_another_do_not_disturb_each_other(
     expected = [call(place, arguments).get() for arguments in sets]
     for case, result in zip(MIXED, expected, strict=True):
         problem_of(case).check(result)
-    # The calls are enqueued without a pause, and each finds the counters as the last left them.
+    # The calls are enqueued without a pause, and each uses the counters that the last one reset.
     order = np.random.default_rng(8).integers(len(sets), size=200)
     splits = np.random.default_rng(9).integers(0, 4, size=200)
     results = [call(place, sets[i], num_splits=int(n)) for i, n in zip(order, splits, strict=True)]
@@ -467,8 +402,6 @@ def test_calls_of_different_shapes_one_after_another_do_not_disturb_each_other(
 
 @on_every_family
 def test_two_streams_at_once_are_right(place: Place) -> None:
-    import cupy
-
     sets = [on_device(case) for case in MIXED]
     expected = [call(place, arguments).get() for arguments in sets]
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
@@ -489,8 +422,6 @@ def test_two_streams_at_once_are_right(place: Place) -> None:
 
 @on_every_family
 def test_threads_with_streams_of_their_own_are_right(place: Place) -> None:
-    import cupy
-
     sets = [on_device(case) for case in MIXED]
     expected = [call(place, arguments).get() for arguments in sets]
     results: dict[int, list[np.ndarray]] = {}
@@ -505,11 +436,7 @@ def test_threads_with_streams_of_their_own_are_right(place: Place) -> None:
             results[index] = [out.get(stream=stream) for out in outs]
             stream.synchronize()
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(sets))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(work, len(sets))
     assert sorted(results) == list(range(len(sets)))
     for index, outs in results.items():
         for out in outs:
@@ -666,8 +593,6 @@ FAR = 2**31 + 2**20  # elements
 def test_rows_beyond_32_bits_of_a_cache_are_read_and_appended(
     place: Place, page_size: int, seqlen_new: int
 ) -> None:
-    import cupy
-
     rng = np.random.default_rng(31)
     batch, capacity, head_dim = 3, 300, 64
 
@@ -714,8 +639,7 @@ def test_rows_beyond_32_bits_of_a_cache_are_read_and_appended(
         name: cupy.asarray(value) if isinstance(value, np.ndarray) else value
         for name, value in far.items()
     }
-    with place.skipping_what_it_refuses():
-        out, lse = flash_attention_with_kvcache(**on_device, return_lse=True, **place.options)
+    out, lse = call(place, on_device, return_lse=True)
     SequencesTruth.of_kvcache(near).check(out, lse)
     after = attention_with_kvcache_reference(**near)
     written = np.concatenate([buffer[:owned].get(), buffer[-owned:].get()])

@@ -16,7 +16,8 @@ from support.calls.latent_support import (
 )
 from support.calls.quantized_support import CACHE_DTYPES, QuantizedCase, on_device
 from support.calls.sequence_support import KVCacheCase, Truth, ragged_lengths, to_numpy
-from support.gpu.gpu_support import naming
+from support.gpu import cupy
+from support.gpu.gpu_support import capture_call, naming
 
 from cupy_flash import flash_attention_with_kvcache, plan
 
@@ -237,8 +238,6 @@ def test_the_same_call_gives_the_same_bits(
 def test_a_graph_serves_a_growing_cache(
     family: str, cache_dtype: str | None, heads: int, page_size: int
 ) -> None:
-    import cupy
-
     base = KVCacheCase(
         (70, 0, 33),
         "bfloat16",
@@ -257,10 +256,7 @@ def test_a_graph_serves_a_growing_cache(
     pool, stream = cupy.cuda.MemoryPool(), cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with cupy.cuda.using_allocator(pool.malloc), stream:
-        flash_attention_with_kvcache(**given, family=family)
-        stream.begin_capture()
-        out = flash_attention_with_kvcache(**given, family=family)
-        graph = stream.end_capture()
+        graph, out = capture_call(stream, flash_attention_with_kvcache, **given, family=family)
         for length in (1, 64, 65, 400):
             grown = arguments | {"cache_seqlens": np.array([length, 2, length // 2], np.int32)}
             given["cache_seqlens"].set(grown["cache_seqlens"])

@@ -16,7 +16,8 @@ from support.calls.quantized_support import (
     run_on_gpu,
 )
 from support.calls.sequence_support import KVCacheCase, Truth, VarlenCase, ragged_lengths, to_numpy
-from support.gpu.gpu_support import naming
+from support.gpu import cupy
+from support.gpu.gpu_support import capture_call, naming
 
 from cupy_flash import flash_attention_varlen, flash_attention_with_kvcache, plan
 from cupy_flash.errors import UnsupportedError
@@ -221,8 +222,6 @@ def test_chunks_of_queries_alone_have_the_same_bits(
 
 
 def test_scales_that_no_load_can_take_are_refused() -> None:
-    import cupy
-
     base = KVCacheCase((50, 40), "float16")
     given = {n: on_device(x) for n, x in QuantizedCase(base, "int8", "head").arguments().items()}
     heads = given["k_scale"].size
@@ -259,8 +258,6 @@ def test_new_keys_are_turned_before_they_are_quantized() -> None:
 
 
 def test_a_captured_step_serves_a_growing_cache() -> None:
-    import cupy
-
     base = KVCacheCase((200, 64, 130), "bfloat16", seqlen_new=1, head_dim=128, slack=20)
     arguments = QuantizedCase(base, "float8_e4m3fn", "computed").arguments()
     given = {name: on_device(x) for name, x in arguments.items()}
@@ -271,10 +268,7 @@ def test_a_captured_step_serves_a_growing_cache() -> None:
     cupy.cuda.get_current_stream().synchronize()
     pool = cupy.cuda.MemoryPool()
     with stream, cupy.cuda.using_allocator(pool.malloc):
-        flash_attention_with_kvcache(**given, out=out)
-        stream.begin_capture()
-        flash_attention_with_kvcache(**given, out=out)
-        graph = stream.end_capture()
+        graph, _ = capture_call(stream, flash_attention_with_kvcache, **given, out=out)
     for _ in range(3):
         given["cache_seqlens"] += 1
         arguments["cache_seqlens"] = arguments["cache_seqlens"] + 1
@@ -334,10 +328,7 @@ def test_tensors_of_torch_may_have_numbers_for_scales() -> None:
     torch = pytest.importorskip("torch")
     arguments = QuantizedCase(KVCacheCase((50, 40), "float16"), "int8", "number").arguments()
     _, expected, _ = run_on_gpu(arguments)
-    tensors = {
-        name: torch.from_numpy(x).cuda() if isinstance(x, np.ndarray) else x
-        for name, x in arguments.items()
-    }
+    tensors = tensors_of(arguments)
     found = flash_attention_with_kvcache(**tensors)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -350,8 +341,6 @@ def test_tensors_of_torch_may_have_numbers_for_scales() -> None:
 
 @pytest.mark.parametrize("library", ["cupy", "torch"])
 def test_scales_that_are_ever_other_numbers_leave_no_memory_behind(library: str) -> None:
-    import cupy
-
     arguments = QuantizedCase(KVCacheCase((50, 40), "float16"), "int8", "number").arguments()
     if library == "torch":
         torch = pytest.importorskip("torch")
@@ -360,10 +349,7 @@ def test_scales_that_are_ever_other_numbers_leave_no_memory_behind(library: str)
         used = cupy.get_default_memory_pool().used_bytes
     given = {n: on_device(x) for n, x in arguments.items()}
     if library == "torch":
-        given = {
-            n: torch.from_numpy(x).cuda() if isinstance(x, np.ndarray) else x
-            for n, x in arguments.items()
-        }
+        given = tensors_of(arguments)
     cupy_used = cupy.get_default_memory_pool().used_bytes
     # The first call allocates memory that later calls reuse.
     flash_attention_with_kvcache(**given | {"k_scale": 0.5}).sum().item()
@@ -381,8 +367,6 @@ def test_scales_that_are_ever_other_numbers_leave_no_memory_behind(library: str)
 
 
 def test_a_number_on_the_host_is_kept_by_value_for_captured_calls() -> None:
-    import cupy
-
     base = KVCacheCase((50, 40), "float16")
     arguments = QuantizedCase(base, "int8", "number").arguments()
     given = {name: on_device(x) for name, x in arguments.items()}
@@ -391,10 +375,7 @@ def test_a_number_on_the_host_is_kept_by_value_for_captured_calls() -> None:
     cupy.cuda.get_current_stream().synchronize()
     captured = cupy.empty_like(out)
     with stream, cupy.cuda.using_allocator(cupy.cuda.MemoryPool().malloc):
-        flash_attention_with_kvcache(**given, out=captured)
-        stream.begin_capture()
-        flash_attention_with_kvcache(**given, out=captured)
-        graph = stream.end_capture()
+        graph, _ = capture_call(stream, flash_attention_with_kvcache, **given, out=captured)
         captured.fill(0)
         graph.launch(stream)
     stream.synchronize()

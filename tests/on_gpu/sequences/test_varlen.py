@@ -18,6 +18,7 @@ from support.gpu.gpu_sequences import (
     Place,
     assert_same_bits,
     check_varlen,
+    checks_everywhere,
     cubins,
     everywhere,
     of_aligned_cases,
@@ -40,19 +41,14 @@ __all__ = ["cubins", "use_cubins"]  # fixtures
 # ---- Lengths, dtypes, heads, head dims
 
 
-@everywhere
-@of_cases(
+test_sequences_of_random_lengths_are_right = checks_everywhere(
     varlen(dtype=dtype, causal=causal, heads_q=heads_q, heads_kv=heads_kv)
     for dtype in DTYPES
     for causal in (False, True)
     for heads_q, heads_kv in GROUPS
 )
-def test_sequences_of_random_lengths_are_right(place: Place, case: VarlenCase) -> None:
-    check_varlen(place, case)
 
-
-@everywhere
-@of_cases(
+test_any_head_dims_are_right = checks_everywhere(
     varlen(
         dtype=dtype,
         head_dim=dim,
@@ -63,24 +59,16 @@ def test_sequences_of_random_lengths_are_right(place: Place, case: VarlenCase) -
     for index, (dim, dim_v) in enumerate(HEAD_DIMS)
     for dtype in (SIXTEEN_BIT[index % 2], ("float32", "float64")[index % 2])
 )
-def test_any_head_dims_are_right(place: Place, case: VarlenCase) -> None:
-    check_varlen(place, case)
 
-
-@everywhere
-@of_cases(
+test_seqused_k_hides_the_rest_of_each_sequence = checks_everywhere(
     varlen(dtype=dtype, causal=causal, seqused=seqused, heads_q=heads_q, heads_kv=heads_kv)
     for (dtype, causal), (heads_q, heads_kv) in zip(
         itertools.product(("float16", "float32"), (False, True)), (*GROUPS, (4, 2)), strict=True
     )
     for seqused in (True,)
 )
-def test_seqused_k_hides_the_rest_of_each_sequence(place: Place, case: VarlenCase) -> None:
-    check_varlen(place, case)
 
-
-@everywhere
-@of_cases(
+test_empty_sequences_give_nothing_and_rows_without_keys_zero = checks_everywhere(
     VarlenCase(seqlens_q, seqlens_k, dtype=dtype, causal=causal)
     for seqlens_q, seqlens_k in (
         ((0, 7, 0, 0, 19), (5, 0, 0, 31, 40)),
@@ -93,30 +81,18 @@ def test_seqused_k_hides_the_rest_of_each_sequence(place: Place, case: VarlenCas
     )
     for dtype, causal in (("float16", True), ("float32", False))
 )
-def test_empty_sequences_give_nothing_and_rows_without_keys_zero(
-    place: Place, case: VarlenCase
-) -> None:
-    check_varlen(place, case)
 
-
-@everywhere
-@of_cases(
+test_one_sequence_or_hundreds_are_right = checks_everywhere(
     varlen(batch=batch, longest=longest, dtype=dtype, causal=causal, heads_q=4, heads_kv=1)
     for batch, longest in ((1, 799), (70, 60), (300, 3))
     for dtype, causal in (("bfloat16", True), ("float64", False))
 )
-def test_one_sequence_or_hundreds_are_right(place: Place, case: VarlenCase) -> None:
-    check_varlen(place, case)
 
-
-@everywhere
-@of_cases(
+test_any_softmax_scale_is_right = checks_everywhere(
     varlen(longest=70, dtype=dtype, causal=causal, softmax_scale=scale)
     for dtype in ("float16", "float32")
     for scale, causal in ((0.0, True), (-0.3, True), (2.0, False))
 )
-def test_any_softmax_scale_is_right(place: Place, case: VarlenCase) -> None:
-    check_varlen(place, case)
 
 
 # ---- Rows of no sequence
@@ -173,10 +149,8 @@ def test_rows_beside_empty_sequences_become_0(place: Place, starts: tuple[int, .
     xp = place.xp
     rows = xp.asarray(np.full((9, 4, 64), np.nan, np.float16))
     ends = xp.asarray(np.array(starts, np.int32))
-    with place.skipping_what_it_refuses():
-        out, lse = flash_attention_varlen(
-            rows, rows, rows, ends, ends, 0, 0, return_lse=True, out=rows.copy(), **place.options
-        )
+    options = {"return_lse": True, "out": rows.copy()}
+    out, lse = place.call(flash_attention_varlen, *[rows] * 3, ends, ends, 0, 0, **options)
     assert (out == 0).all()
     assert (lse == -np.inf).all()
 
@@ -184,8 +158,7 @@ def test_rows_beside_empty_sequences_become_0(place: Place, starts: tuple[int, .
 # ---- Pages
 
 
-@everywhere
-@of_cases(
+test_pages_of_any_size_are_right = checks_everywhere(
     varlen(
         dtype=dtype,
         page_size=page_size,
@@ -197,17 +170,11 @@ def test_rows_beside_empty_sequences_become_0(place: Place, starts: tuple[int, .
     for index, (page_size, causal) in enumerate(itertools.product(PAGE_SIZES, (False, True)))
     for dtype in (SIXTEEN_BIT[index // 2 % 2], ("float32", "float64")[index // 2 % 2])
 )
-def test_pages_of_any_size_are_right(place: Place, case: VarlenCase) -> None:
-    check_varlen(place, case)
 
-
-@everywhere
-@of_cases(
+test_pages_of_any_head_dims_are_right = checks_everywhere(
     varlen(dtype=dtype, page_size=page_size, head_dim=dim, head_dim_v=dim_v, causal=True)
     for dtype, page_size, dim, dim_v in PAGES_OF_DIMS
 )
-def test_pages_of_any_head_dims_are_right(place: Place, case: VarlenCase) -> None:
-    check_varlen(place, case)
 
 
 @everywhere
@@ -248,10 +215,7 @@ def test_views_of_one_packed_projection_are_right(place: Place, dtype: str) -> N
     on_device = place.xp.asarray(qkv)
     q, k, v = (on_device[:, i] for i in range(3))
     lengths = place.xp.asarray(cu_seqlens)
-    with place.skipping_what_it_refuses():
-        out = flash_attention_varlen(
-            q, k, v, lengths, lengths, 123, 123, causal=True, **place.options
-        )
+    out = place.call(flash_attention_varlen, q, k, v, lengths, lengths, 123, 123, causal=True)
     assert out.shape == (203, 4, 64)
     assert out.flags.c_contiguous
     host = out if place.name == "cpu" else out.get()
@@ -447,16 +411,9 @@ def test_equal_lengths_are_what_flash_attention_computes(place: Place, dtype: st
     values = [rng.standard_normal((3, 70, 4, 64)).astype(DTYPES[dtype]) for _ in range(3)]
     q, k, v = map(xp.asarray, values)
     cu_seqlens = xp.asarray(np.arange(4, dtype=np.int32) * 70)
-    with place.skipping_what_it_refuses():
-        out = flash_attention_varlen(
-            *(x.reshape(210, 4, 64) for x in (q, k, v)),
-            cu_seqlens,
-            cu_seqlens,
-            70,
-            70,
-            causal=True,
-            **place.options,
-        )
+    packed = [x.reshape(210, 4, 64) for x in (q, k, v)]
+    lengths = (cu_seqlens, cu_seqlens, 70, 70)
+    out = place.call(flash_attention_varlen, *packed, *lengths, causal=True)
     dense = flash_attention(q, k, v, causal=True, backend="cpu" if place.name == "cpu" else "auto")
     truth = Truth.of(tuple(values), causal=True)
     for result in (out.reshape(3, 70, 4, 64), dense):
@@ -468,10 +425,8 @@ def test_no_sequences_give_an_empty_result(place: Place) -> None:
     xp = place.xp
     rows = xp.asarray(np.full((0, 4, 64), np.nan, np.float16))
     none = xp.asarray(np.zeros(1, np.int32))
-    with place.skipping_what_it_refuses():
-        out, lse = flash_attention_varlen(
-            rows, rows, rows, none, none, 0, 0, return_lse=True, **place.options
-        )
+    given = (rows, rows, rows, none, none, 0, 0)
+    out, lse = place.call(flash_attention_varlen, *given, return_lse=True)
     assert out.shape == (0, 4, 64)
     assert lse.shape == (4, 0)
 
@@ -481,10 +436,8 @@ def test_queries_without_heads_give_an_empty_result(place: Place) -> None:
     xp = place.xp
     q, k = (xp.asarray(np.full((5, heads, 64), np.nan, np.float16)) for heads in (0, 2))
     lengths = xp.asarray(np.array([0, 2, 5], np.int32))
-    with place.skipping_what_it_refuses():
-        out, lse = flash_attention_varlen(
-            q, k, k, lengths, lengths, 3, 3, return_lse=True, **place.options
-        )
+    given = (q, k, k, lengths, lengths, 3, 3)
+    out, lse = place.call(flash_attention_varlen, *given, return_lse=True)
     assert out.shape == (5, 0, 64)
     assert lse.shape == (0, 5)
 
@@ -495,8 +448,7 @@ def test_without_out_the_result_is_new_and_has_the_same_bits(place: Place) -> No
     problem = problem_of(case)
     given = run_varlen(place, problem.arguments())[0]
     arguments = problem.arguments(place.xp)
-    with place.skipping_what_it_refuses():
-        out = flash_attention_varlen(**arguments, **place.options)
+    out = place.call(flash_attention_varlen, **arguments)
     assert out.flags.c_contiguous
     owned = problem.truth.owned
     np.testing.assert_array_equal(bits(out.get()[owned]), bits(given[owned]))

@@ -23,63 +23,24 @@ ROWS, KEYS = 7, 9
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 # Arguments that neither are arrays nor contain any.
-PLAIN = frozenset(
-    {
-        "arch",
-        "ax",
-        "b",
-        "backend",
-        "batch",
-        "batch_invariant",
-        "block",
-        "causal",
-        "compute_scales",
-        "dropout_p",
-        "dtype",
-        "enable_gqa",
-        "family",
-        "grad_dtype",
-        "h",
-        "head_dim_v",
-        "heads",
-        "interleaved",
-        "is_causal",
-        "layout",
-        "max_seqlen_k",
-        "max_seqlen_q",
-        "num_splits",
-        "out_dtype",
-        "per",
-        "return_lse",
-        "rotary_interleaved",
-        "scale",
-        "seqlen_k",
-        "seqlen_q",
-        "softcap",
-        "softmax_scale",
-        "tile",
-        "window_size",
-        "wrt",
-    }
-)
+PLAIN = {
+    "arch", "ax", "b", "backend", "batch", "batch_invariant", "block", "causal", "compute_scales",
+    "dropout_p", "dtype", "enable_gqa", "family", "grad_dtype", "h", "head_dim_v", "heads",
+    "interleaved", "is_causal", "layout", "max_seqlen_k", "max_seqlen_q", "num_splits",
+    "out_dtype", "per", "return_lse", "rotary_interleaved", "scale", "seqlen_k", "seqlen_q",
+    "softcap", "softmax_scale", "tile", "window_size", "wrt",
+}  # fmt: skip
 # Arrays that a call writes; arrays of JAX are immutable.
 WRITTEN = frozenset({"out", "dq", "dk", "dv", "dqkv"})
 # Required arguments of functions that take sizes, or a function of the user, instead of arrays.
-WITHOUT_INPUTS = {
-    "check_mod": {"mod"},
-    "plot_mask": set(),
-    "seen_pairs": set(),
-}
+WITHOUT_INPUTS = {"check_mod": {"mod"}, "plot_mask": set(), "seen_pairs": set()}
 
 
 @dataclass
 class Captured:
     """Modification that captures arrays of the tested library.
 
-    Attributes
-    ----------
-    make
-        Function that makes the modification, given a function that converts NumPy arrays.
+    `make` makes the modification, given a function that converts NumPy arrays.
     """
 
     make: Callable[[Callable[[Any], Any]], Any]
@@ -87,21 +48,11 @@ class Captured:
 
 @dataclass
 class Call:
-    """One call on NumPy arrays.
-
-    Attributes
-    ----------
-    function
-        Public function, or a function that returns its plan.
-    argument
-        Optional argument that the call tests; None if it has the required arguments only.
-    values
-        All arguments by name: arrays, numbers, and `Captured`.
-    """
+    """One call on NumPy arrays, of a public function or of a function that returns its plan."""
 
     function: Callable[..., Any]
-    argument: str | None
-    values: dict[str, Any] = field(default_factory=dict)
+    argument: str | None  # optional argument that the call tests; None for required ones only
+    values: dict[str, Any] = field(default_factory=dict)  # arrays, numbers and `Captured`
 
     def __str__(self) -> str:
         return f"{self.function.__name__} {self.argument or '-'}"
@@ -114,13 +65,10 @@ class Call:
     @property
     def writes(self) -> set[str]:
         """Arguments that the call, or the call that it plans, writes."""
-        found = WRITTEN & self.values.keys()
-        if self.is_plan:
-            # A plan ignores dqkv.
-            found -= {"dqkv"}
-        if "lse" in self.values:
-            # In a backward call `out` is the output of the forward call, which is read.
-            found -= {"out"}
+        # A plan ignores dqkv. A backward call reads `out`, the output of the forward call.
+        unwritten = {"dqkv"} if self.is_plan else set()
+        unwritten |= {"out"} if "lse" in self.values else set()
+        found = WRITTEN & self.values.keys() - unwritten
         appends = self.values.get("k") is not None and "k_cache" in self.values
         if appends and self.function.__name__.startswith("flash"):
             found = {*found, "k_cache", "v_cache"}
@@ -132,9 +80,7 @@ class Call:
         """Return all arguments by name, with arrays converted."""
         return {name: _converted(value, convert) for name, value in self.values.items()}
 
-    def run(
-        self, convert: Callable[[Any], Any], **options: Any
-    ) -> tuple[list[Any], dict[str, Any]]:
+    def run(self, convert: Callable[[Any], Any], **options: Any) -> tuple[list[Any], Any]:
         """Call the function on converted arguments; return results and arrays that it wrote."""
         given = self.converted(convert)
         parameters = inspect.signature(self.function).parameters.values()
@@ -339,10 +285,9 @@ class _World:
             "mask_mod": lambda _: {name: self._mask_mod()},
             "dlse": lambda v: {name: self._values(*self._lse_shape(v), dtype=self.accumulator)},
             "out": lambda v: {name: self._poison(self._out_shape(v))},
-            "dq": lambda v: {name: self._poison(v["q"].shape)},
-            "dk": lambda v: {name: self._poison(v["k"].shape)},
-            "dv": lambda v: {name: self._poison(v["v"].shape)},
-            "dqkv": lambda v: {name: self._poison(v["qkv"].shape)},
+            **dict.fromkeys(
+                ("dq", "dk", "dv", "dqkv"), lambda v: {name: self._poison(v[name[1:]].shape)}
+            ),
             "seqused_k": lambda _: {name: np.array([2, 5], np.int32)},
             "block_table": self._pages,
             "cache_batch_idx": lambda _: {name: np.array([1, 0], np.int32)},
@@ -430,12 +375,8 @@ class _World:
 
     def results(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return the output and log-sum-exp that a backward call takes."""
-        names = {
-            "dense": "flash_attention",
-            "qkvpacked": "flash_attention_qkvpacked",
-            "varlen": "flash_attention_varlen",
-        }
-        forward = getattr(cupy_flash, names[self.kind])
+        suffix = {"dense": "", "qkvpacked": "_qkvpacked", "varlen": "_varlen"}[self.kind]
+        forward = getattr(cupy_flash, f"flash_attention{suffix}")
         call = Call(forward, None, values | {"return_lse": True, "backend": "cpu"})
         for name in ("dout", "dlse", "dq", "dk", "dv", "dqkv", "wrt"):
             call.values.pop(name, None)

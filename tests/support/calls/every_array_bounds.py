@@ -23,8 +23,7 @@ import numpy as np
 
 import cupy_flash
 from cupy_flash.reference.dense import max_error
-from cupy_flash.reference.gradients import backward_naive, gradient_bound, gradient_sizes
-from cupy_flash.reference.packed_gradients import backward_varlen_naive, gradient_varlen_sizes
+from cupy_flash.reference.gradients import gradient_bound
 from support.calls import sequence_support
 from support.calls.every_array import (
     BATCH,
@@ -39,29 +38,14 @@ from support.calls.every_array import (
 )
 from support.calls.float8_support import Float8Case, truth_of
 from support.gpu.gpu_support import lse_bound
+from support.gradients.gradient_calls import REFERENCES
 
 # Arguments of packed and cached calls with which keys are rounded before the product.
 _ROUNDED_KEYS = {"k_scale", "v_scale", "rotary_cos", "rotary_sin", "rotary_seqlens"}
-_GRADIENTS = {
-    False: (cupy_flash.attention_backward_reference, backward_naive, gradient_sizes),
-    True: (
-        cupy_flash.attention_varlen_backward_reference,
-        backward_varlen_naive,
-        gradient_varlen_sizes,
-    ),
-}
 
 
 def check_results(call: Call, found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
-    """Fail unless the results of a call are right.
-
-    Parameters
-    ----------
-    found
-        Results, in host memory.
-    expected
-        Results of the CPU backend.
-    """
+    """Fail unless results in host memory are right; `expected` are those of the CPU backend."""
     name, kind = call.function.__name__, kind_of(call.function)
     if kind == "scaled_dot_product":
         names = {"query": "q", "key": "k", "value": "v"}
@@ -165,13 +149,17 @@ def _check_gradients(
 ) -> None:
     """Fail unless gradients are right; `is_exact` tells that they are computed in float64."""
     without = {"dq", "dk", "dv", "dqkv", "qkv", "out", "lse"}
-    given = {n: _in_numpy(x) for n, x in values.items() if n not in without}
+    given = {
+        name: x.make(lambda array: array) if isinstance(x, Captured) else x
+        for name, x in values.items()
+        if name not in without
+    }
     if "qkv" in values:
         given |= dict(zip("qkv", _inputs(values), strict=True))
         (packed,) = found
         found = [packed[:, :, i] for i in range(3)]
     is_packed = "cu_seqlens_q" in values
-    reference, naive, sizes = _GRADIENTS[is_packed]
+    reference, naive, sizes = REFERENCES[is_packed]
     exact = reference(**given)
     of_naive = exact if is_exact else naive(**given, out=values.get("out"))
     # JAX may have no float64, so the dtype is that of the result.
@@ -186,7 +174,3 @@ def _check_gradients(
         bound = gradient_bound(naively, right, size, dtype, lse=lse)
         error = max_error(gradient, right)
         assert error <= bound, f"d{name} is off by {error:.3g}, allowed {bound:.3g}"
-
-
-def _in_numpy(value: Any) -> Any:
-    return value.make(lambda array: array) if isinstance(value, Captured) else value

@@ -11,7 +11,8 @@ import numpy as np
 from cupy_flash import flash_attention
 from cupy_flash.problem.arrays import contiguous_strides
 from cupy_flash.reference.dense import attention_naive, attention_reference, error_bound
-from support.gpu.gpu_support import DTYPES, Guarded, Truth, lse_bound, one_blas_thread
+from support.gpu import cupy
+from support.gpu.gpu_support import DTYPES, DenseSizes, Guarded, Truth, lse_bound, one_blas_thread
 
 FLOAT8 = ml_dtypes.float8_e4m3fn
 # Units of an input that have one scale each; "number" is a scale on the host.
@@ -19,7 +20,7 @@ SCALES = ("none", "number", "tensor", "head", "batch", "batch and head")
 
 
 @dataclass(frozen=True)
-class Float8Case:
+class Float8Case(DenseSizes):
     """One call.
 
     `spread` is the standard deviation of the dequantized q and k, `mean` the mean of the
@@ -43,24 +44,6 @@ class Float8Case:
     mean: float = 0.0
     alignment: int = 16
     seed: int = 0
-
-    @property
-    def formula(self) -> dict[str, Any]:
-        return {
-            "causal": self.causal,
-            "q_offset": self.q_offset,
-            "softmax_scale": self.softmax_scale,
-            "layout": self.layout,
-        }
-
-    def shape(self, name: str) -> tuple[int, int, int, int]:
-        of_queries = name in ("q", "out")
-        rows, heads = (
-            (self.seqlen_q, self.heads_q) if of_queries else (self.seqlen_k, self.heads_kv)
-        )
-        dim = self.head_dim if name in ("q", "k") else self.head_dim_v
-        first, second = (rows, heads) if self.layout == "bshd" else (heads, rows)
-        return (self.batch, first, second, dim)
 
     def arguments(self) -> dict[str, Any]:
         """Return q, k, v and their scales (NumPy arrays or numbers), normal when dequantized."""
@@ -95,8 +78,6 @@ class Float8Case:
 
 def surrounded(values: np.ndarray, alignment: int) -> Any:
     """Return float8 values on the GPU amid NaN, with rows aligned to just `alignment` bytes."""
-    import cupy
-
     first, second, third, dim = values.shape
     width = (dim // alignment + 1 | 1) * alignment
     outer = (first, second + 1, third + 1, width)
@@ -111,8 +92,6 @@ def surrounded(values: np.ndarray, alignment: int) -> Any:
 
 def on_device(arguments: dict[str, Any], alignment: int = 16) -> dict[str, Any]:
     """Return the arguments with arrays on the GPU, and the rows of v aligned to `alignment`."""
-    import cupy
-
     found = {}
     for name, x in arguments.items():
         if name in ("q", "k", "v"):
@@ -178,13 +157,7 @@ def run_on_gpu(
     """Return (out, lse) of a call on arrays surrounded by NaN; fail if it writes elsewhere."""
     given = on_device(arguments, case.alignment)
     out = Guarded(np.full(case.shape("out"), np.nan, DTYPES[case.out_dtype]), 16)
-    result, lse = flash_attention(
-        **given,
-        out=out.view,
-        return_lse=True,
-        **case.formula,
-        **choice,
-    )
+    result, lse = flash_attention(**given, out=out.view, return_lse=True, **case.formula, **choice)
     assert result is out.view
     return out.values(), lse.get()
 

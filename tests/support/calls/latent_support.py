@@ -10,6 +10,7 @@ from cupy_flash import flash_attention_with_kvcache
 from cupy_flash.reference.packed import attention_with_kvcache_reference
 from support.calls.quantized_support import QuantizedCase, on_device
 from support.calls.sequence_support import KVCacheCase, Truth, to_numpy
+from support.gpu import cupy
 
 # Head dims and KV heads of models with MLA.
 LATENT = {"head_dim": 576, "head_dim_v": 512, "heads_kv": 1}
@@ -47,8 +48,6 @@ def after_the_append(arguments: Arguments) -> tuple[Arguments, Any]:
 
 def run_on_gpu(arguments: Arguments, **more: Any) -> tuple[Arguments, Any, Any]:
     """Run a call on the GPU, over an output of NaN; return its arrays, output and lse."""
-    import cupy
-
     given = {name: on_device(x) for name, x in arguments.items()}
     shape = (*arguments["q"].shape[:3], arguments["head_dim_v"])
     out = cupy.asarray(np.full(shape, np.nan, arguments["q"].dtype))

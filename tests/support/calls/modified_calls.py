@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from cupy_flash import (
@@ -20,21 +19,10 @@ from cupy_flash import (
     flash_attention_with_kvcache,
 )
 from cupy_flash.mods.on_arrays.scores import FIRST_PAIR
-from cupy_flash.reference.dense import (
-    attention_naive,
-    error_bound,
-    max_error,
-    naive_formula,
-)
+from cupy_flash.reference.dense import attention_naive, error_bound, max_error, naive_formula
 from cupy_flash.reference.modifications import read_modifications
-from support.gpu.gpu_support import tanh_error
+from support.gpu.gpu_support import DTYPES, tanh_error
 
-DTYPES = {
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float32": np.dtype(np.float32),
-    "float64": np.dtype(np.float64),
-}
 KINDS = ("dense", "padded", "varlen", "kvcache", "paged")
 PAGE = 16
 HEAD_DIMS = (8, 32, 64, 72, 128)
@@ -61,22 +49,13 @@ MASK_MODS = {
 class ModifiedCall:
     """One call with modifications; its arrays are in host memory.
 
-    Attributes
-    ----------
-    kind
-        One of `KINDS`.
-    arrays
-        Arguments that are arrays, including those of modifications.
-    options
-        Other arguments.
-    mods
-        Name and captures of the functions of score_mod and mask_mod.
+    `mods` has the name and the captures of the functions of score_mod and mask_mod.
     """
 
-    kind: str
+    kind: str  # one of `KINDS`
     dtype: str
-    arrays: dict[str, np.ndarray]
-    options: dict[str, Any]
+    arrays: dict[str, np.ndarray]  # arguments that are arrays, including those of modifications
+    options: dict[str, Any]  # other arguments
     mods: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -209,18 +188,10 @@ def random_call(
 ) -> ModifiedCall:
     """Return a call with one to four modifications.
 
-    Parameters
-    ----------
-    few_rows
-        Whether sequences have one to four queries, as in decoding.
-    head_dims
-        Choices of head_dim and head_dim_v.
-    longest
-        Largest numbers of queries and keys of a sequence.
-    empty
-        Whether some sequences have no queries, or no keys.
-    sizes
-        Generator of lengths and array values; `rng` draws the rest, which selects the kernel.
+    With `few_rows`, sequences have one to four queries, as in decoding. `head_dims` are choices of
+    head_dim and head_dim_v, and `longest` the largest numbers of queries and keys of a sequence.
+    With `empty`, some sequences have no queries, or no keys. `sizes` draws lengths and array
+    values; `rng` draws the rest, which selects the kernel.
     """
     sizes = rng if sizes is None else sizes
     heads_kv = int(rng.integers(1, 3))
@@ -243,13 +214,10 @@ def random_call(
     seqlen_q, seqlen_k = int(lengths_q.max()), int(lengths_k.max())
     if kind == "varlen":
         total_q, total_k = int(lengths_q.sum()), int(lengths_k.sum())
-        arrays = {
-            "q": values(total_q, heads_q, dim),
-            "k": values(total_k, heads_kv, dim),
-            "v": values(total_k, heads_kv, dim_v),
-            "cu_seqlens_q": np.concatenate([[0], np.cumsum(lengths_q)]).astype(np.int32),
-            "cu_seqlens_k": np.concatenate([[0], np.cumsum(lengths_k)]).astype(np.int32),
-        }
+        arrays["q"] = values(total_q, heads_q, dim)
+        arrays["k"], arrays["v"] = (values(total_k, heads_kv, width) for width in (dim, dim_v))
+        for name, lengths in (("cu_seqlens_q", lengths_q), ("cu_seqlens_k", lengths_k)):
+            arrays[name] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         options |= {"max_seqlen_q": seqlen_q, "max_seqlen_k": seqlen_k}
         pairs = (heads_q, total_q, seqlen_k)
     else:
@@ -324,9 +292,8 @@ def _add_modifications(
         arrays["alibi_slopes"] = slopes if rng.integers(2) else slopes[0]
     if "sinks" in chosen:
         sinks = sizes.standard_normal(heads_q) * sizes.choice([1, 30])
-        arrays["sinks"] = np.where(sizes.integers(0, 5, heads_q) == 0, -np.inf, sinks).astype(
-            either
-        )
+        sinks = np.where(sizes.integers(0, 5, heads_q) == 0, -np.inf, sinks)
+        arrays["sinks"] = sinks.astype(either)
     if "bias" in chosen:
         bias = sizes.standard_normal(shape)
         arrays["bias"] = np.where(sizes.integers(0, 9, shape) == 0, -np.inf, bias).astype(either)

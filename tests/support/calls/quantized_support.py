@@ -18,6 +18,7 @@ from support.calls.sequence_support import (
     random_varlen_case,
     to_numpy,
 )
+from support.gpu import cupy
 
 # NumPy dtype and largest number, by the name of the dtype in `Problem`.
 CACHE_DTYPES: dict[str, tuple[Any, float]] = {
@@ -154,8 +155,6 @@ def random_packed_case(rng: np.random.Generator, **fixed: Any) -> QuantizedCase:
 
 def on_device(x: Any) -> Any:
     """Return an array on the GPU; return any other value unchanged."""
-    import cupy
-
     if not isinstance(x, (np.ndarray, np.generic)):
         return x
     if x.itemsize == 1 and x.dtype.kind == "V":
@@ -166,8 +165,6 @@ def on_device(x: Any) -> Any:
 
 def run_on_gpu(arguments: dict[str, Any], **more: Any) -> tuple[dict[str, Any], Any, Any]:
     """Run a call on the GPU, over an output of NaN; return its arrays, output and lse."""
-    import cupy
-
     given = {name: on_device(x) for name, x in arguments.items()}
     is_packed = "k_cache" not in given
     values = given["v" if is_packed else "v_cache"]

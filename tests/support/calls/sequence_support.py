@@ -269,10 +269,7 @@ class Truth:
             out, lse = found.out, found.lse
             k_cache, v_cache = (
                 cache if scale is None else QuantizedBlocks(cache, scale, np.float64)
-                for cache, scale in (
-                    (found.k_cache, found.k_scale),
-                    (found.v_cache, found.v_scale),
-                )
+                for cache, scale in ((found.k_cache, found.k_scale), (found.v_cache, found.v_scale))
             )
             if arguments["rotary_cos"] is not None:
                 starts = arguments.get("rotary_seqlens")
@@ -337,6 +334,11 @@ class _Problem(ABC):
         shape = (*self.q.shape[:-1], self.case.head_dim_v)
         return xp.asarray(np.full(shape, np.nan, self.q.dtype))
 
+    def copies(self, xp: Any) -> dict[str, Any]:
+        """Return copies of all arrays, as arrays of `xp`; None for an array that is missing."""
+        arrays = {n: x for n, x in vars(self).items() if n not in ("case", "dense", "truth")}
+        return {n: None if x is None else xp.asarray(x.copy()) for n, x in arrays.items()}
+
     def check(self, out: Any, lse: Any = None) -> None:
         """Fail unless a result is right."""
         self.truth.check(out, lse)
@@ -382,33 +384,16 @@ class VarlenProblem(_Problem):
                 _packed(rows, cu_seqlens_k, case.rows_of_none, case.filler)
                 for rows in (keys, values)
             )
-        return cls(
-            case,
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            np.array(case.seqlens_k, np.int32) if case.seqused else None,
-            block_table,
-            dense,
-        )
+        seqused_k = np.array(case.seqlens_k, np.int32) if case.seqused else None
+        lengths = (cu_seqlens_q, cu_seqlens_k, seqused_k)
+        return cls(case, q, k, v, *lengths, block_table, dense)
 
     def arguments(self, xp: Any = np) -> dict[str, Any]:
         """Return the arguments of the function under test, as new arrays of `xp`."""
         case = self.case
         room = np.diff(self.cu_seqlens_k).max(initial=0)
         return {
-            **_copies(
-                xp,
-                q=self.q,
-                k=self.k,
-                v=self.v,
-                cu_seqlens_q=self.cu_seqlens_q,
-                cu_seqlens_k=self.cu_seqlens_k,
-                seqused_k=self.seqused_k,
-                block_table=self.block_table,
-            ),
+            **self.copies(xp),
             "max_seqlen_q": max(case.seqlens_q, default=0) + case.slack,
             "max_seqlen_k": int(room) + case.slack,
             "causal": case.causal,
@@ -462,41 +447,23 @@ class KVCacheProblem(_Problem):
             )
             if case.indexed:
                 cache_batch_idx = np.array(places, np.int32)
-        return cls(
-            case,
-            _stacked([q for q, _, _ in plain], (case.seqlen_q, case.heads_q, case.head_dim)),
-            k_cache,
-            v_cache,
-            np.stack([k[len(k) - new :] for _, k, _ in plain]) if new else None,
-            np.stack([v[len(v) - new :] for _, _, v in plain]) if new else None,
-            np.array(lengths, np.int32),
-            cache_batch_idx,
-            block_table,
-            cos,
-            sin,
-            tuple(
-                _rotated_sequence(case, sequence, length, cos, sin)
-                for sequence, length in zip(plain, lengths, strict=True)
-            ),
+        q = _stacked([q for q, _, _ in plain], (case.seqlen_q, case.heads_q, case.head_dim))
+        k, v = (
+            np.stack([rows[i][len(rows[i]) - new :] for rows in plain]) if new else None
+            for i in (1, 2)
         )
+        dense = tuple(
+            _rotated_sequence(case, sequence, length, cos, sin)
+            for sequence, length in zip(plain, lengths, strict=True)
+        )
+        of_caches = (np.array(lengths, np.int32), cache_batch_idx, block_table)
+        return cls(case, q, k_cache, v_cache, k, v, *of_caches, cos, sin, dense)
 
     def arguments(self, xp: Any = np) -> dict[str, Any]:
         """Return the arguments of the function under test, as new arrays of `xp`."""
         case = self.case
         return {
-            **_copies(
-                xp,
-                q=self.q,
-                k_cache=self.k_cache,
-                v_cache=self.v_cache,
-                k=self.k,
-                v=self.v,
-                cache_seqlens=self.cache_seqlens,
-                cache_batch_idx=self.cache_batch_idx,
-                block_table=self.block_table,
-                rotary_cos=self.rotary_cos,
-                rotary_sin=self.rotary_sin,
-            ),
+            **self.copies(xp),
             "rotary_interleaved": case.rotary_interleaved,
             "causal": case.causal,
             "softmax_scale": case.softmax_scale,
@@ -576,12 +543,6 @@ def _name(case: VarlenCase | KVCacheCase) -> str:
     return " ".join(shown)
 
 
-def _copies(xp: Any, **arrays: np.ndarray | None) -> dict[str, Any]:
-    return {
-        name: None if array is None else xp.asarray(array.copy()) for name, array in arrays.items()
-    }
-
-
 def _random_sequence(
     rng: np.random.Generator, case: VarlenCase | KVCacheCase, seqlen_q: int, seqlen_k: int
 ) -> Dense:
@@ -658,11 +619,7 @@ def _rotary_table(
 
 
 def _rotated_sequence(
-    case: KVCacheCase,
-    sequence: Dense,
-    length: int,
-    cos: np.ndarray | None,
-    sin: np.ndarray | None,
+    case: KVCacheCase, sequence: Dense, length: int, cos: np.ndarray | None, sin: np.ndarray | None
 ) -> Dense:
     """Return one sequence with rotated rows, computed as a naive implementation would."""
     if cos is None or sin is None:

@@ -206,44 +206,24 @@ def launch_kernel(call: Any, *numbers_and_arguments: Any) -> None:
 
 
 class FakeGpu:
-    """Fake GPU, and a record of the calls since it was created or `forget` was called.
-
-    Attributes
-    ----------
-    launches
-        Entry and argument struct of each launch, in order.
-    structs
-        Bytes of these structs.
-    maps
-        Specs and addresses of the tensor maps, for each launch that takes some.
-    allocations
-        Address and size in bytes of each allocation: the results of a call, then its workspace.
-    compiled
-        Titles of the translation units whose kernels were requested.
-    stream
-        Handle of the current stream.
-    streams
-        Handle of the stream of each launch.
-    order
-        Pairs of a stream that waits, and the stream that it waits for.
-    uploads
-        Arrays that were copied from host memory.
-    """
+    """Fake GPU, and a record of the calls since it was created or `forget` was called."""
 
     def __init__(self) -> None:
+        # Entry and argument struct of each launch, bytes of the struct, and handle of the stream.
         self.launches: list[tuple[str, Any]] = []
-        self.streams: list[int] = []
-        self.maps: list[tuple[tuple[TensorMapSpec, ...], tuple[int, ...]]] = []
         self.structs: list[bytes] = []
+        self.streams: list[int] = []
+        # Specs and addresses of the tensor maps, for each launch that takes some.
+        self.maps: list[tuple[tuple[TensorMapSpec, ...], tuple[int, ...]]] = []
+        # Address and size in bytes of each allocation: the results of a call, then its workspace.
         self.allocations: list[tuple[int, int]] = []
-        self.compiled: list[str] = []
+        self.compiled: list[str] = []  # titles of translation units whose kernels were requested
         self.counters: list[int] = []
         # Memory to which the struct of a launch is written, and the arguments that refer to it.
-        memory = bytearray(MAX_BYTES)
-        self.arguments = FakeArguments(memory)
-        self.device = self.stream = 0
-        self.order: list[tuple[int, int]] = []
-        self.uploads: list[np.ndarray] = []
+        self.arguments = FakeArguments(bytearray(MAX_BYTES))
+        self.device = self.stream = 0  # the current device, and the handle of the current stream
+        self.order: list[tuple[int, int]] = []  # a stream that waits, and the one it waits for
+        self.uploads: list[np.ndarray] = []  # arrays that were copied from host memory
         self._next = _FIRST
 
     def forget(self) -> None:
@@ -344,16 +324,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(FakeArray, "new_address", gpu.address)
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(launch, "_launch_function", lambda: launch_kernel)
-    for module in (
-        prepared_calls,
-        gpu_forward,
-        gpu_backward,
-        merge,
-        torch_autograd,
-        launch,
-        allocate,
-        block_masks,
-    ):
+    users = (prepared_calls, gpu_forward, gpu_backward, merge, torch_autograd, launch, allocate)
+    for module in (*users, block_masks):
         monkeypatch.setattr(module, "cupy_module", lambda: fake)
     for module in (torch_arrays, jax_arrays):
         monkeypatch.setattr(module, "_cupy", lambda: fake)
@@ -362,7 +334,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(prepared_calls, "device_for_id", lambda _: device_for_arch("sm_90"))
     for module in (gpu_forward, gpu_backward):
         monkeypatch.setattr(module, "shared", gpu.shared)
-    for module in (gpu_forward, gpu_backward):
         monkeypatch.setattr(module, "TensorMaps", FakeTensorMaps)
     for module in (launch, append, combine):
         monkeypatch.setattr(module, "thread_arguments", lambda: gpu.arguments)
@@ -376,9 +347,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 def compute_on_host(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Make calls upload NumPy arrays to a pretended GPU, and compute them on the CPU.
 
-    Returns
-    -------
-    The uploaded arrays of each call.
+    Return the list to which each call adds its uploaded arrays.
     """
     uploads: list[Any] = []
     here = functools.partial(np.array, copy=True)

@@ -101,6 +101,11 @@ class Place:
                 raise
             pytest.skip(str(error))
 
+    def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Return the result of a call on this backend; skip the test if no kernel supports it."""
+        with self.skipping_what_it_refuses():
+            return function(*arguments, **options, **self.options)
+
 
 CPU = Place("cpu")
 ON_GPU = [Place(name) for name in (*SEQUENCE_FAMILIES, "chosen")]
@@ -231,10 +236,7 @@ def poison_free_memory(place: Place) -> None:
 
 
 def run_varlen(
-    place: Place,
-    arguments: dict[str, Any],
-    alignment: int = MAX_ALIGNMENT,
-    **options: Any,
+    place: Place, arguments: dict[str, Any], alignment: int = MAX_ALIGNMENT, **options: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (out, lse) of a call that writes over NaN; fail if it writes elsewhere."""
     arrays = Arrays.of(place.xp, arguments, alignment)
@@ -245,10 +247,7 @@ def run_varlen(
 
 
 def run_kvcache(
-    place: Place,
-    arguments: dict[str, Any],
-    alignment: int = MAX_ALIGNMENT,
-    **options: Any,
+    place: Place, arguments: dict[str, Any], alignment: int = MAX_ALIGNMENT, **options: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return (out, lse, k_cache, v_cache) after a call; fail if it writes elsewhere."""
     arrays = Arrays.of(place.xp, arguments, alignment)
@@ -266,18 +265,12 @@ def _poisoned_out(place: Place, q: np.ndarray, v: np.ndarray, alignment: int) ->
 
 
 def _run(
-    place: Place,
-    function: Callable[..., Any],
-    arrays: Arrays,
-    out: Amid,
-    options: dict[str, Any],
+    place: Place, function: Callable[..., Any], arrays: Arrays, out: Amid, options: dict[str, Any]
 ) -> np.ndarray:
     """Run a call that writes to `out`; return its lse."""
     poison_free_memory(place)
-    with place.skipping_what_it_refuses():
-        result, lse = function(
-            **arrays.arguments, out=out.view, return_lse=True, **place.options, **options
-        )
+    given = arrays.arguments | {"out": out.view, "return_lse": True}
+    result, lse = place.call(function, **given, **options)
     assert result is out.view
     return to_numpy(lse)
 
@@ -304,6 +297,28 @@ def check_kvcache(
     out, lse, k_cache, v_cache = run_kvcache(place, arguments | given, alignment, **options)
     problem.check(out, lse)
     problem.check_caches(k_cache, v_cache)
+
+
+def check_sequences(
+    place: Place, case: VarlenCase | KVCacheCase, alignment: int = MAX_ALIGNMENT, **options: Any
+) -> None:
+    """Fail unless a case of either kind is computed right."""
+    check = check_varlen if isinstance(case, VarlenCase) else check_kvcache
+    check(place, case, alignment, **options)
+
+
+def checks_everywhere(cases: Iterable[VarlenCase | KVCacheCase]) -> Callable[..., None]:
+    """Return a test that each case is computed right on the CPU and in every kernel family.
+
+    A module assigns it to the test's name.
+    """
+
+    @everywhere
+    @of_cases(cases)
+    def test(place: Place, case: VarlenCase | KVCacheCase) -> None:
+        check_sequences(place, case)
+
+    return test
 
 
 def assert_same_bits(results: Iterable[np.ndarray], expected: Iterable[np.ndarray]) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -30,6 +31,7 @@ from cupy_flash.problem.device import Device, device_for_arch
 from cupy_flash.problem.problem import Problem, make_problem
 from cupy_flash.problem.tile import Tile
 from cupy_flash.reference.dense import attention_naive, attention_reference, error_bound, max_error
+from support.gpu import cupy
 
 DTYPES = {
     "float16": np.dtype(np.float16),
@@ -72,8 +74,26 @@ class Placement:
         return whole[tuple(slice(length) for length in self.inner)]
 
 
+class DenseSizes:
+    """Base class of dense cases: their options and the shapes of their arrays."""
+
+    @property
+    def formula(self) -> dict[str, Any]:
+        """Options that determine the result."""
+        names = ("causal", "q_offset", "softmax_scale", "layout")
+        return {name: getattr(self, name) for name in names}
+
+    def shape(self, name: str) -> tuple[int, int, int, int]:
+        of_queries = name in ("q", "out")
+        rows = self.seqlen_q if of_queries else self.seqlen_k
+        heads = self.heads_q if of_queries else self.heads_kv
+        dim = self.head_dim if name in ("q", "k") else self.head_dim_v
+        first, second = (rows, heads) if self.layout == "bshd" else (heads, rows)
+        return (self.batch, first, second, dim)
+
+
 @dataclass(frozen=True)
-class Case:
+class Case(DenseSizes):
     """Call without array values.
 
     If family and tile are None, the planner chooses. A family without a tile uses its default
@@ -106,29 +126,9 @@ class Case:
         return " ".join(shown)
 
     @property
-    def formula(self) -> dict[str, Any]:
-        """Options that determine the result."""
-        return {
-            "causal": self.causal,
-            "q_offset": self.q_offset,
-            "softmax_scale": self.softmax_scale,
-            "layout": self.layout,
-        }
-
-    @property
     def choice(self) -> dict[str, Any]:
         """Options that determine the kernel."""
         return {"family": self.family, "tile": self.tile_used()}
-
-    def shape(self, name: str) -> tuple[int, int, int, int]:
-        rows, heads = (
-            (self.seqlen_q, self.heads_q)
-            if name in ("q", "out")
-            else (self.seqlen_k, self.heads_kv)
-        )
-        dim = self.head_dim if name in ("q", "k") else self.head_dim_v
-        first, second = (rows, heads) if self.layout == "bshd" else (heads, rows)
-        return (self.batch, first, second, dim)
 
     def placement(self, name: str) -> Placement:
         return Placement.of(self.shape(name), DTYPES[self.dtype].itemsize, self.alignment)
@@ -140,15 +140,10 @@ class Case:
         return make_problem(**specs, **options)
 
     def _spec(self, placement: Placement) -> ArraySpec:
-        order = (0, 1, 2) if self.layout == "bshd" else (0, 2, 1)
         shape, strides = placement.inner, contiguous_strides(placement.outer)
-        a, b, c = order
-        return ArraySpec(
-            shape=(shape[a], shape[b], shape[c], shape[3]),
-            strides=(strides[a], strides[b], strides[c]),
-            dtype=self.dtype,
-            alignment=self.alignment,
-        )
+        a, b, c = (0, 1, 2) if self.layout == "bshd" else (0, 2, 1)
+        in_order = (shape[a], shape[b], shape[c], shape[3]), (strides[a], strides[b], strides[c])
+        return ArraySpec(*in_order, dtype=self.dtype, alignment=self.alignment)
 
     def tile_used(self) -> Tile | None:
         if self.family is None or self.tile is not None:
@@ -156,15 +151,12 @@ class Case:
         return FORWARD[self.family].default_tile(self.problem(), current_device())
 
     def plan(self) -> Plan:
-        return make_plan(
-            self.problem(), current_device(), family=self.family, tile=self.tile_used()
-        )
+        return make_plan(self.problem(), current_device(), **self.choice)
 
     def is_supported(self) -> bool:
-        return (
-            self.family is None
-            or FORWARD[self.family].why_not(self.problem(), current_device()) is None
-        )
+        if self.family is None:
+            return True
+        return FORWARD[self.family].why_not(self.problem(), current_device()) is None
 
 
 def tile_with(case: Case, fields: dict[str, int]) -> Tile:
@@ -177,8 +169,6 @@ class Guarded:
     """Array on the GPU, surrounded by NaN: around it, after each row and after each sequence."""
 
     def __init__(self, values: np.ndarray, alignment: int) -> None:
-        import cupy
-
         self._placement = Placement.of(values.shape, values.itemsize, alignment)
         self._before = np.full(self._placement.size, np.nan, values.dtype)
         self._placement.view(self._before)[...] = values
@@ -202,10 +192,16 @@ def bits(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).view(np.uint8)
 
 
+def with_zero_stride(array: Any, axis: int) -> Any:
+    """Return a view of a NumPy or CuPy array that repeats the first element of an axis."""
+    strides = tuple(0 if a == axis else stride for a, stride in enumerate(array.strides))
+    if isinstance(array, np.ndarray):
+        return np.lib.stride_tricks.as_strided(array, array.shape, strides)
+    return cupy.ndarray(array.shape, array.dtype, array.data, strides)
+
+
 def on_gpu(values: Iterable[np.ndarray]) -> list[Any]:
     """Return the arrays as contiguous CuPy arrays."""
-    import cupy
-
     return [cupy.asarray(array) for array in values]
 
 
@@ -235,12 +231,8 @@ class Truth:
             out, lse = attention_reference(*values, **formula, return_lse=True)
             naive = attention_naive(*values, **formula)
         q, k, _ = values
-        return cls(
-            out,
-            lse,
-            error_bound(naive, out, q.dtype, lse=lse),
-            lse_bound(q, k, lse, formula.get("softmax_scale")),
-        )
+        of_lse = lse_bound(q, k, lse, formula.get("softmax_scale"))
+        return cls(out, lse, error_bound(naive, out, q.dtype, lse=lse), of_lse)
 
     def check(self, out: np.ndarray, lse: np.ndarray | None = None, layout: str = "bshd") -> None:
         """Fail unless a result is NaN or inf where the reference is, and else within the bounds."""
@@ -272,11 +264,7 @@ def tanh_error(dtype: Any, cap: float) -> float:
 
 
 def lse_bound(
-    q: np.ndarray,
-    k: np.ndarray,
-    lse: np.ndarray,
-    softmax_scale: float | None,
-    softcap: float | None = None,
+    q: np.ndarray, k: np.ndarray, lse: np.ndarray, softmax_scale: Any, softcap: Any = None
 ) -> float:
     """Return the error bound of a log-sum-exp in float32, or in float64 for float64 inputs.
 
@@ -304,13 +292,25 @@ def _largest_norm(rows: np.ndarray) -> float:
     return float(norms[np.isfinite(norms)].max(initial=0))
 
 
+def capture_call(
+    stream: Any, call: Callable[..., Any], *arguments: Any, **options: Any
+) -> tuple[Any, Any]:
+    """Make a call on the current stream, and capture it again; return the graph and the result.
+
+    The first call compiles kernels, and leaves memory in the pool for the capture.
+    """
+    call(*arguments, **options)
+    stream.synchronize()
+    stream.begin_capture()
+    result = call(*arguments, **options)
+    return stream.end_capture(), result
+
+
 def check_captured_call(case: Case, meanwhile: Callable[[], Any] = lambda: None) -> None:
     """Fail unless a call in a graph computes what its arrays hold at each replay.
 
     `meanwhile` is called between the capture and the first replay, on the same stream.
     """
-    import cupy
-
     first = random_values(case)
     second = tuple(array[::-1].copy() for array in first)
     inputs = on_gpu(first)
@@ -319,11 +319,7 @@ def check_captured_call(case: Case, meanwhile: Callable[[], Any] = lambda: None)
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
-        flash_attention(*inputs, **options)
-        stream.synchronize()
-        stream.begin_capture()
-        _, lse = flash_attention(*inputs, **options)
-        graph = stream.end_capture()
+        graph, (_, lse) = capture_call(stream, flash_attention, *inputs, **options)
         meanwhile()
         for values in (second, first):
             for target, array in zip(inputs, values, strict=True):
@@ -357,10 +353,20 @@ def run(case: Case, values: Arrays) -> tuple[np.ndarray, np.ndarray]:
     return out.values(), lse_values
 
 
+def check_same_bits(case: Case, calls: int) -> None:
+    """Fail unless all of these calls give the same bits."""
+    inputs = on_gpu(random_values(case))
+    out = cupy.ndarray(case.shape("out"), DTYPES[case.dtype])
+    results = set()
+    for _ in range(calls):
+        out.data.memset_async(0xFF, out.nbytes)
+        _, lse = flash_attention(*inputs, out=out, return_lse=True, **case.formula, **case.choice)
+        results.add((out.get().tobytes(), lse.get().tobytes()))
+    assert len(results) == 1
+
+
 def require_free_memory(needed: int) -> None:
     """Skip the test unless the GPU has `needed` bytes of free memory."""
-    import cupy
-
     cupy.get_default_memory_pool().free_all_blocks()
     free = cupy.cuda.runtime.memGetInfo()[0]
     if free < needed:
@@ -369,8 +375,6 @@ def require_free_memory(needed: int) -> None:
 
 def fill_freed_memory_with_nan(case: Case) -> None:
     """Put NaN into the memory that CuPy's pool will use next for lse and the workspace."""
-    import cupy
-
     problem = case.problem()
     lse_bytes = problem.rows * (8 if case.dtype == "float64" else 4)
     sizes = [size for size in (lse_bytes, case.plan().workspace) if size]
@@ -390,6 +394,28 @@ def check(case: Case, values: Arrays | None = None) -> None:
         truth = Truth.of(values, **case.formula)
     out, lse = run(case, values)
     truth.check(out, lse, case.layout)
+
+
+def of_cases(cases: Iterable[Case]) -> Any:
+    return pytest.mark.parametrize("case", list(cases), ids=str)
+
+
+def of_supported_cases(cases: Iterable[Case]) -> Any:
+    return of_cases(case for case in cases if case.is_supported())
+
+
+def checks_of(cases: Iterable[Case]) -> Callable[[Case], None]:
+    """Return a test that each case is computed right; a module assigns it to the test's name."""
+
+    @of_cases(cases)
+    def test(case: Case) -> None:
+        check(case)
+
+    return test
+
+
+def checks_of_supported(cases: Iterable[Case]) -> Callable[[Case], None]:
+    return checks_of(case for case in cases if case.is_supported())
 
 
 @contextlib.contextmanager
@@ -412,14 +438,21 @@ def check_all(cases: Iterable[Case]) -> None:
     assert not failures, "\n".join(failures)
 
 
+def run_in_threads(work: Callable[[int], None], count: int) -> None:
+    """Call `work` with each number below `count`, each in a thread of its own."""
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 # Cycles that a stream is kept busy: at most half a second, and at least the time of 100 calls.
 BUSY = 500_000_000
 
 
 def keep_busy(cycles: int = BUSY) -> None:
     """Enqueue a kernel that runs for `cycles` clock cycles on the current stream."""
-    import cupy
-
     code = """
     extern "C" __global__ void spin(long long cycles) {
       const long long begin = clock64();

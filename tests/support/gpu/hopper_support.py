@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
-from cupy_flash import flash_attention
 from cupy_flash.families import FORWARD
 from cupy_flash.families.hopper import HopperTile
-from support.gpu.gpu_support import DTYPES, Case, current_device, on_gpu, random_values
+from support.gpu.gpu_support import Case, current_device
 
 
-def marks(head_dim: int = 64) -> list[Any]:
-    """Return the pytest marks of a module that tests this head_dim."""
-    case = Case("hopper", "float16", head_dim=head_dim, head_dim_v=head_dim)
+def marks(dtype: str = "float16", head_dim: int = 64) -> list[Any]:
+    """Return the pytest marks of a module that tests this dtype and head_dim."""
+    case = Case("hopper", dtype, head_dim=head_dim, head_dim_v=head_dim)
     reason = "the hopper family needs sm_90"
     return [pytest.mark.gpu, pytest.mark.skipif(not case.is_supported(), reason=reason)]
 
@@ -46,17 +45,3 @@ def tiled(case: Case, fields: Iterable[dict[str, int]]) -> Iterator[Case]:
         legal = (t for t in tiles if family.why_not_tile(problem, device, t) is None)
         if tile := next(legal, None):
             yield dataclasses.replace(case, tile=tile)
-
-
-def check_same_bits(case: Case, calls: int) -> None:
-    """Fail unless all of these calls give the same bits."""
-    import cupy
-
-    inputs = on_gpu(random_values(case))
-    out = cupy.ndarray(case.shape("out"), DTYPES[case.dtype])
-    results = set()
-    for _ in range(calls):
-        out.data.memset_async(0xFF, out.nbytes)
-        _, lse = flash_attention(*inputs, out=out, return_lse=True, **case.formula, **case.choice)
-        results.add((out.get().tobytes(), lse.get().tobytes()))
-    assert len(results) == 1

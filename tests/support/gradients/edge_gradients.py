@@ -19,20 +19,15 @@ ALL = slice(None)
 class EdgeCall(NamedTuple):
     """Dense call: its sizes, options, and special rows and keys.
 
-    Attributes
-    ----------
-    rows, keys
-        Queries that attend to one key or none, and keys that no query attends to.
-    hidden
-        Names of the arrays that may hold NaN in `rows` and `keys`. With a bias, q and k may not: a
-        bias masks a pair by adding -inf to its score, and NaN plus -inf is NaN.
+    `hidden` has the names of the arrays that may hold NaN in `rows` and `keys`. With a bias, q and
+    k may not: a bias masks a pair by adding -inf to its score, and NaN plus -inf is NaN.
     """
 
     seqlen_q: int
     seqlen_k: int
     options: Mapping[str, Any]
-    rows: slice = slice(0)
-    keys: slice = slice(0)
+    rows: slice = slice(0)  # queries that attend to one key or none
+    keys: slice = slice(0)  # keys that no query attends to
     hidden: tuple[str, ...] = ("q", "k", "v", "dout")
 
     def arrays(
@@ -101,8 +96,8 @@ def _slopes() -> np.ndarray:
     return np.linspace(0.1, 1, HEADS).astype(np.float32)
 
 
-def _diagonal() -> MaskMod:
-    return MaskMod(lambda b, h, i, j: i == j)
+def _prefix() -> dict[str, np.ndarray]:
+    return {"prefix_lens": np.ones(BATCH, np.int32)}
 
 
 # Calls in which rows attend to one key, by the way in which the other keys are masked.
@@ -123,18 +118,12 @@ ONE_KEY: dict[str, Callable[[Any], EdgeCall]] = {
     "bias and softcap": lambda rng: EdgeCall(
         150, 200, {"bias": _bias(_one_key_of_each(rng, 150, 200), rng), "softcap": 20.0}, ALL
     ),
-    "function": lambda rng: EdgeCall(150, 150, {"mask_mod": _diagonal()}, ALL),
+    "function": lambda rng: EdgeCall(
+        150, 150, {"mask_mod": MaskMod(lambda b, h, i, j: i == j)}, ALL
+    ),
     # All keys come before the window of every row, but the first key is in a prefix.
     "window and prefix": lambda rng: EdgeCall(
-        150,
-        90,
-        {
-            "causal": True,
-            "window_size": (10, 0),
-            "q_offset": 200,
-            "prefix_lens": np.ones(BATCH, np.int32),
-        },
-        ALL,
+        *(150, 90, {"causal": True, "window_size": (10, 0), "q_offset": 200} | _prefix()), ALL
     ),
 }
 

@@ -13,20 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cupy_flash
+from cupy_flash import attention_backward_reference, attention_varlen_backward_reference
 from cupy_flash.cpu.forward_pass import compute_dtype
 from cupy_flash.reference.dense import attention_reference
-from cupy_flash.reference.gradients import (
-    ScoreErrors,
-    attention_backward_reference,
-    backward_naive,
-    gradient_sizes,
-)
+from cupy_flash.reference.gradients import ScoreErrors, backward_naive, gradient_sizes
 from cupy_flash.reference.packed import attention_varlen_reference, packed_sequences
-from cupy_flash.reference.packed_gradients import (
-    attention_varlen_backward_reference,
-    backward_varlen_naive,
-    gradient_varlen_sizes,
-)
+from cupy_flash.reference.packed_gradients import backward_varlen_naive, gradient_varlen_sizes
 from support.calls.modified_calls import DTYPES, LONGEST, ModifiedCall, random_call
 
 KINDS = ("dense", "padded", "varlen")
@@ -35,6 +27,11 @@ ROWS = ("q", "k", "v")
 OF_MOD = "score_mod."
 # Captures of the gallery's functions that have gradients.
 DIFFERENTIABLE = {"table": ("table",), "gain": ("gain", "shift")}
+# Reference, naive formula and sizes of gradients, of dense calls and of packed ones.
+REFERENCES = {
+    False: (attention_backward_reference, backward_naive, gradient_sizes),
+    True: (attention_varlen_backward_reference, backward_varlen_naive, gradient_varlen_sizes),
+}
 # Memory layouts of arrays, see `placed`; results do not use the last one.
 PLACES = ("contiguous", "sliced", "odd", "swapped", "reversed")
 PLACES_OF_RESULTS = PLACES[:4]
@@ -43,15 +40,10 @@ PLACES_OF_RESULTS = PLACES[:4]
 class GradientTruth(NamedTuple):
     """True gradients, and what their error bounds depend on, by the names of the inputs.
 
-    Attributes
-    ----------
-    exact, naive, sizes
-        Arguments of `gradient_bound`.
-    score_errors
-        Errors of gradients due to errors of scores, see `GradientCall.score_errors`.
-    lse
-        Log-sum-exp of the reference. With sinks, that of the keys alone if its magnitude is larger:
-        scores are that large, however little probability the sink leaves to them.
+    `exact`, `naive` and `sizes` are arguments of `gradient_bound`. `score_errors` are the errors of
+    gradients due to errors of scores, see `GradientCall.score_errors`. `lse` is the log-sum-exp of
+    the reference. With sinks, it is that of the keys alone if its magnitude is larger: scores are
+    that large, however little probability the sink leaves to them.
     """
 
     exact: Mapping[str, np.ndarray]
@@ -74,13 +66,9 @@ UNSPLIT = Part({}, ...)
 def placed(array: np.ndarray, place: str, xp: Any) -> Any:
     """Return a NumPy or CuPy array with the same values in a memory layout, padded with NaN.
 
-    An array with a stride of 0 keeps it in every layout.
-
-    Parameters
-    ----------
-    place
-        "contiguous"; "sliced", columns of a wider array; "odd", rows without any alignment;
-        "swapped", with the rows and heads axes exchanged; "reversed", with rows in reverse order.
+    An array with a stride of 0 keeps it in every layout. `place` is "contiguous"; "sliced", columns
+    of a wider array; "odd", rows without any alignment; "swapped", with the rows and heads axes
+    exchanged; or "reversed", with rows in reverse order.
     """
     if 0 in array.strides and array.size:
         once = array[tuple(slice(1) if s == 0 else slice(None) for s in array.strides)]
@@ -105,25 +93,14 @@ def placed(array: np.ndarray, place: str, xp: Any) -> Any:
 class GradientCall:
     """One backward call, with arrays in host memory.
 
-    Attributes
-    ----------
-    forward
-        Forward call whose gradients are requested.
-    dout, dlse
-        Gradients of its results; dlse may be None.
-    wrt
-        Names of the inputs whose gradients are requested, or None for the default.
-    grad_dtype
-        Dtype of the gradients, or None for that of each input.
-    places
-        Memory layouts of q, k, v, dout, dq, dk and dv; contiguous if not named.
+    `places` has the memory layouts of q, k, v, dout, dq, dk and dv; contiguous if not named.
     """
 
-    forward: ModifiedCall
-    dout: np.ndarray
-    dlse: np.ndarray | None = None
-    wrt: tuple[str, ...] | None = None
-    grad_dtype: str | None = None
+    forward: ModifiedCall  # forward call whose gradients are requested
+    dout: np.ndarray  # gradient of its output
+    dlse: np.ndarray | None = None  # gradient of its log-sum-exp
+    wrt: tuple[str, ...] | None = None  # inputs whose gradients are requested; None: the default
+    grad_dtype: str | None = None  # dtype of the gradients, or None for that of each input
     places: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -184,15 +161,11 @@ class GradientCall:
 
     def results_for(self, xp: Any) -> dict[str, Any]:
         """Return arrays of NaN for the requested gradients of q, k and v, as arguments."""
-        poisoned = {
-            name: np.full(self.inputs[name].shape, np.nan, self.dtype_of(name))
-            for name in self.names
-            if name in ROWS
-        }
-        return {
-            f"d{name}": placed(array, self.places.get(f"d{name}", "contiguous"), xp)
-            for name, array in poisoned.items()
-        }
+        found = {}
+        for name in (name for name in self.names if name in ROWS):
+            poisoned = np.full(self.inputs[name].shape, np.nan, self.dtype_of(name))
+            found[f"d{name}"] = placed(poisoned, self.places.get(f"d{name}", "contiguous"), xp)
+        return found
 
     def _given(self, xp: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments after dout that the library and the reference have in common."""
@@ -221,12 +194,9 @@ class GradientCall:
         """Return the library's gradients by name, in host memory; dq, dk and dv start as NaN."""
         positional, named = self.given(xp)
         outputs = self.results_for(xp)
-        function = (
-            cupy_flash.flash_attention_varlen_backward
-            if self.is_packed
-            else cupy_flash.flash_attention_backward
-        )
-        gradients = function(*positional, **named, **outputs, **how)
+        kind = "flash_attention_varlen" if self.is_packed else "flash_attention"
+        backward = getattr(cupy_flash, f"{kind}_backward")
+        gradients = backward(*positional, **named, **outputs, **how)
         found = dict(zip(self.names, gradients, strict=True))
         for name, array in outputs.items():
             assert found[name[1:]] is array, f"{name} is not what is returned: {self}"
@@ -240,13 +210,8 @@ class GradientCall:
     def truth(self) -> GradientTruth:
         """True gradients of the call, with data for their error bounds."""
         (q, k, v, *lengths), named = self._given(np)
-        functions = (
-            (attention_varlen_backward_reference, backward_varlen_naive, gradient_varlen_sizes)
-            if self.is_packed
-            else (attention_backward_reference, backward_naive, gradient_sizes)
-        )
         of_naive = {"out": self.results[0], "grad_dtype": self.grad_dtype}
-        reference, naive, sizes = functions
+        reference, naive, sizes = REFERENCES[self.is_packed]
         of_errors = {"errors": self.score_errors}
         each = ((reference, {}), (naive, of_naive), (sizes, {}), (sizes, of_errors))
         found = (function(self.dout, q, k, v, *lengths, **named, **more) for function, more in each)
@@ -290,7 +255,7 @@ class GradientCall:
             blind = blind.swapaxes(-1, -2)
         (q, k, v, *lengths), named = self._given(np)
         named["wrt"] = ("v", "bias") if "bias" in named else ("v",)
-        sizes = gradient_varlen_sizes if self.is_packed else gradient_sizes
+        _, _, sizes = REFERENCES[self.is_packed]
         of_v, *of_bias = sizes(np.ones_like(self.dout), q, k, v, *lengths, **named)
         hidden = (of_v == 0).all(axis=-1)
         bias = [(name, of_bias[0] == 0) for name in named["wrt"][1:]]
@@ -303,11 +268,10 @@ class GradientCall:
         if not self.is_packed:
             return [Part(dict.fromkeys(ROWS, b), b) for b in range(len(q))]
         sequences = packed_sequences(q, k, *lengths, seqused_k=named.get("seqused_k"))
-        parts = []
-        for queries, keys, _ in sequences:
-            at = {"q": queries, "k": keys, "v": keys}
-            parts.append(Part(at, (slice(None), queries)))
-        return parts
+        return [
+            Part({"q": queries, "k": keys, "v": keys}, (slice(None), queries))
+            for queries, keys, _ in sequences
+        ]
 
 
 def random_gradient_call(
@@ -322,18 +286,8 @@ def random_gradient_call(
     """Return a backward call with one to four modifications.
 
     Padding keys and rows that belong to no sequence are NaN. Arrays have random memory layouts, and
-    dout and dlse may have strides of 0.
-
-    Parameters
-    ----------
-    kind
-        One of `KINDS`.
-    head_dims
-        Choices of head_dim and head_dim_v.
-    longest
-        Largest numbers of queries and keys of a sequence.
-    sizes
-        Generator of lengths and values, see `random_call`.
+    dout and dlse may have strides of 0. `kind` is one of `KINDS`; for the options see
+    `random_call`.
     """
     sizes = rng if sizes is None else sizes
     forward = random_call(

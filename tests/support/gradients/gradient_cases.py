@@ -22,6 +22,8 @@ import numpy as np
 
 import cupy_flash
 from cupy_flash import MaskMod, ScoreMod
+from support.gpu import cupy
+from support.gpu.gpu_support import DTYPES
 from support.gradients.gradient_oracle import (
     MASK_FUNCTIONS,
     SCORE_FUNCTIONS,
@@ -39,24 +41,9 @@ CLASSES, CALLS = 60, 50
 # Scores of larger magnitude are those of padding.
 PADDING = 1e4
 
-DTYPES: dict[str, np.dtype[Any]] = {
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float32": np.dtype(np.float32),
-    "float64": np.dtype(np.float64),
-}
 MODIFICATIONS = (
-    "window",
-    "softcap",
-    "alibi",
-    "bias",
-    "mask",
-    "prefix",
-    "tree",
-    "sinks",
-    "score_mod",
-    "mask_mod",
-    "none",
+    *("window", "softcap", "alibi", "bias", "mask", "prefix", "tree", "sinks"),
+    *("score_mod", "mask_mod", "none"),
 )
 HEADS = ((1, 1), (3, 3), (4, 2), (6, 2), (4, 1), (5, 1), (6, 3))
 HEAD_DIMS = (5, 16, 33, 40, 64, 64, 80, 96, 128, 128, 192)
@@ -129,8 +116,6 @@ def draw_class(number: int) -> Class:
     chosen |= {str(x) for x in rng.choice(MODIFICATIONS, int(rng.integers(4)))}
     chosen -= {"none"}
     is_packed = chance(0.4) and "tree" not in chosen
-    if is_packed:
-        chosen -= {"tree"}
     dim = int(rng.choice(HEAD_DIMS))
     wide = "float64" if dtype == "float64" else "float32"
     return Class(
@@ -173,12 +158,7 @@ class Case:
         """Return the dtype of the gradient of an input."""
         if self.of.grad_dtype is not None:
             return DTYPES[self.of.grad_dtype]
-        call = self.oracle
-        named = {"q": call.q, "k": call.k, "v": call.v, "bias": call.bias, "sinks": call.sinks}
-        named |= {f"score_mod.{capture}": array for capture, array in call.captures.items()}
-        array = named[name]
-        assert array is not None
-        return array.dtype
+        return self.oracle.inputs[name].dtype
 
     def __str__(self) -> str:
         o = self.oracle
@@ -234,10 +214,9 @@ class _Drawing:
             v=self.normal(*keys, heads_kv, dim_v, dtype=self.dtype),
             dout=self.normal(*rows, heads_q, dim_v, dtype=self.dtype),
             causal=of.causal,
-            scale=float(rng.choice([-1, 1]) * rng.uniform(0.5, 1.5) / np.sqrt(dim))
-            if rng.random() < 0.3
-            else None,
         )
+        if rng.random() < 0.3:
+            call.scale = float(rng.choice([-1, 1]) * rng.uniform(0.5, 1.5) / np.sqrt(dim))
         lse_shape = (heads_q, *rows) if of.is_packed else (self.batch, heads_q, rows[-1])
         if of.has_dlse:
             call.dlse = self.normal(*lse_shape, dtype=self.wide)
@@ -263,9 +242,7 @@ class _Drawing:
         if call.bias is not None and of.is_padding_bias:
             self.ignore_padded_rows(call)
         self.poison(call)
-        names = ["q", "k", "v"]
-        names += [name for name in ("bias", "sinks") if getattr(call, name) is not None]
-        names += [f"score_mod.{n}" for n, x in call.captures.items() if x.dtype.kind != "i"]
+        names = [name for name, array in call.inputs.items() if array.dtype.kind != "i"]
         if not of.has_all_gradients:
             # The class determines the gradients, because kernels are compiled for them.
             chosen = np.random.default_rng((3, self.number % CLASSES)).permutation(names)
@@ -554,9 +531,4 @@ assert set(MASK_MODS) == set(MASK_FUNCTIONS)
 
 
 if __name__ == "__main__":
-    if sys.argv[2:] == ["gpu"]:
-        import cupy
-
-        check(int(sys.argv[1]), cupy)
-    else:
-        check(int(sys.argv[1]), np)
+    check(int(sys.argv[1]), cupy if sys.argv[2:] == ["gpu"] else np)

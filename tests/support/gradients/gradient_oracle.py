@@ -38,17 +38,11 @@ class At(NamedTuple):
 
 
 class ScoreFunction(NamedTuple):
-    """Function of a score, with its derivatives.
+    """Functions of a score, its pair and captures: the new score `value`, and its derivatives.
 
-    Attributes
-    ----------
-    value
-        Function of a score, its pair and captures that returns the new score.
-    slope
-        Derivative with respect to the score.
-    by_captures
-        For each captured array that has a gradient, a function that returns the derivative with
-        respect to the element that a pair reads, and the index of that element.
+    `slope` is the derivative with respect to the score. For each captured array that has a
+    gradient, `by_captures` returns the derivative with respect to the element that a pair reads,
+    and the index of that element.
     """
 
     value: Callable[[Array, At, Captures], Array]
@@ -158,17 +152,8 @@ class OracleCall:
     q, k, v and dout are (batch, seqlen, heads, dim), and dlse is (batch, heads_q, seqlen_q). With
     `cu_seqlens_q` they are packed: (total, heads, dim) and (heads_q, total_q).
 
-    Attributes
-    ----------
-    window
-        Left and right bound; None for no bound.
-    bias, mask
-        Four axes, each with the length of the scores' axis or 1. For packed sequences three axes,
-        (1 or heads_q, total_q, max_seqlen_k).
-    score_function, mask_function
-        Keys of `SCORE_FUNCTIONS` and `MASK_FUNCTIONS`.
-    captures, mask_captures
-        Arrays that these functions read, by name.
+    bias and mask have four axes, each with the length of the scores' axis or 1. For packed
+    sequences they have three axes, (1 or heads_q, total_q, max_seqlen_k).
     """
 
     q: Array
@@ -180,7 +165,7 @@ class OracleCall:
     scale: float | None = None
     q_offset: int | None = None
     q_offsets: Array | None = None  # q_offset of each sequence, instead of `q_offset`
-    window: tuple[int | None, int | None] = (None, None)
+    window: tuple[int | None, int | None] = (None, None)  # left and right; None for no bound
     prefix_lens: Array | None = None
     seqlens_k: Array | None = None
     softcap: float | None = None
@@ -189,31 +174,31 @@ class OracleCall:
     mask: Array | None = None
     tree_mask: Array | None = None
     sinks: Array | None = None
-    score_function: str | None = None
-    captures: dict[str, Array] = field(default_factory=dict)
-    mask_function: str | None = None
+    score_function: str | None = None  # key of `SCORE_FUNCTIONS`
+    captures: dict[str, Array] = field(default_factory=dict)  # arrays that the function reads
+    mask_function: str | None = None  # key of `MASK_FUNCTIONS`
     mask_captures: dict[str, Array] = field(default_factory=dict)
     cu_seqlens_q: Array | None = None
     cu_seqlens_k: Array | None = None
     seqused_k: Array | None = None
 
+    @property
+    def inputs(self) -> dict[str, Array]:
+        """Arrays that may have gradients, by the names of the gradients."""
+        named = {name: getattr(self, name) for name in ("q", "k", "v", "bias", "sinks")}
+        named |= {f"score_mod.{name}": array for name, array in self.captures.items()}
+        return {name: array for name, array in named.items() if array is not None}
+
 
 class Arithmetic(NamedTuple):
     """Precision and kind of a computation.
 
-    Attributes
-    ----------
-    compute
-        Dtype of products, sums and functions.
-    stored
-        Dtype that P, dX and out are rounded to before they are multiplied.
-    magnitudes
-        Whether results are sums of absolute values, to which rounding errors are proportional. For
-        a log-sum-exp it is the largest absolute score.
+    With `magnitudes`, results are sums of absolute values, to which rounding errors are
+    proportional. For a log-sum-exp it is the largest absolute score.
     """
 
-    compute: np.dtype[Any]
-    stored: np.dtype[Any]
+    compute: np.dtype[Any]  # dtype of products, sums and functions
+    stored: np.dtype[Any]  # dtype that P, dX and out are rounded to before they are multiplied
     magnitudes: bool = False
 
     def rounded(self, x: Array) -> Array:
@@ -301,29 +286,19 @@ def attention(
 ) -> Results:
     """Compute the output, log-sum-exp and all gradients in `arithmetic.compute`.
 
-    Parameters
-    ----------
-    given
-        Rounded output and log-sum-exp from which gradients are computed, as in the functions under
-        test. By default those of this function are used.
+    As in the functions under test, gradients are computed from `given`, a rounded output and
+    log-sum-exp. By default, those of this function are used.
     """
     compute = arithmetic.compute
     heads_q, heads_kv = call.q.shape[-2], call.k.shape[-2]
     group = heads_q // heads_kv
     out = np.zeros((*call.q.shape[:-1], call.v.shape[-1]), compute)
     lse = np.full(lse_shape(call), -np.inf, compute)
-    inputs: dict[str, Array] = {"q": call.q, "k": call.k, "v": call.v}
-    if call.bias is not None:
-        inputs["bias"] = call.bias
-    if call.sinks is not None:
-        inputs["sinks"] = call.sinks
-    inputs |= {f"score_mod.{name}": array for name, array in call.captures.items()}
-    grads = {n: np.zeros(x.shape, compute) for n, x in inputs.items() if x.dtype.kind != "i"}
+    grads = {n: np.zeros(x.shape, compute) for n, x in call.inputs.items() if x.dtype.kind != "i"}
     for sequence in sequences(call):
         for h in range(heads_q):
-            of_query, of_lse = sequence.of_query(h), sequence.of_lse(h)
-            of_key = sequence.of_key(h // group)
-            one = _Head(call, sequence, h, arithmetic)
+            one, of_lse = _Head(call, sequence, h, arithmetic), sequence.of_lse(h)
+            of_query, of_key = sequence.of_query(h), sequence.of_key(h // group)
             q, dout = (a[of_query].astype(compute) for a in (call.q, call.dout))
             k, v = (a[of_key].astype(compute) for a in (call.k, call.v))
             dlse = None if call.dlse is None else call.dlse[of_lse].astype(compute)
@@ -460,13 +435,7 @@ class _Head:
         return t, slope, by_captures
 
     def run(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        dout: Array,
-        dlse: Array | None,
-        given: tuple[Array, Array] | None,
+        self, q: Array, k: Array, v: Array, dout: Array, dlse: Array | None, given: Any
     ) -> _OfHead:
         compute, rounded, scale = self.arithmetic.compute, self.arithmetic.rounded, self.call.scale
         scale = compute.type(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
@@ -505,13 +474,6 @@ class _Head:
             # A log-sum-exp has the errors of the scores. Here q and k are absolute values.
             scores = scale * (q @ k.T) + abs(t)
             out, lse = p @ v, np.where(seen, scores, 0).max(axis=1, initial=0)
-        return _OfHead(
-            out,
-            lse,
-            dq=scale * (dx @ k),
-            dk=scale * (dx.T @ q),
-            dv=rounded(p).T @ dout,
-            dt=dt,
-            dsink=dsink,
-            by_captures={name: (size(by), index) for name, (by, index) in by_captures.items()},
-        )
+        by_captures = {name: (size(by), index) for name, (by, index) in by_captures.items()}
+        dq, dk, dv = scale * (dx @ k), scale * (dx.T @ q), rounded(p).T @ dout
+        return _OfHead(out, lse, dq, dk, dv, dt, dsink, by_captures)

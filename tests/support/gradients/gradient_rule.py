@@ -43,10 +43,7 @@ from support.gradients.gradient_calls import UNSPLIT, GradientCall
 def check_gradients(call: GradientCall, got: Mapping[str, Any] | Sequence[Any]) -> None:
     """Fail unless gradients are as close to the reference as the error rule requires.
 
-    Parameters
-    ----------
-    got
-        Gradients in host memory, by the names of the inputs or in the order of `call.names`.
+    `got` are gradients in host memory, by the names of the inputs or in the order of `call.names`.
     """
     if not isinstance(got, Mapping):
         got = dict(zip(call.names, got, strict=True))

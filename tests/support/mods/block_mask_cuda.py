@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,39 +105,22 @@ extern "C" void build{number}(const BlockMaskParams* p, int range_warps, int thr
 
 
 class FoundMap(NamedTuple):
-    """Contents of a block mask, whose row tiles consist of parts; shapes follow (batches, heads).
+    """Contents of a block mask, whose row tiles have parts; shapes begin with batches and heads."""
 
-    Attributes
-    ----------
-    visited, full
-        Whether a block is non-empty, and whether it is full, shape (parts, key blocks).
-    tiles
-        Row tile, first and end key block in launch order, shape (row tiles, 3).
-    behind
-        Number of stored partial blocks after each word of 32 blocks, shape (parts, words).
-    shown
-        Bits of stored visible pairs, shape (parts, slots, threads, halves, words).
-    """
-
-    visited: np.ndarray
-    full: np.ndarray
-    tiles: np.ndarray
-    behind: np.ndarray
-    shown: np.ndarray
+    visited: np.ndarray  # whether a block is non-empty, (parts, key blocks)
+    full: np.ndarray  # whether a block is full, (parts, key blocks)
+    tiles: np.ndarray  # row tile, first and end key block in launch order, (row tiles, 3)
+    behind: np.ndarray  # partial blocks stored after each word of 32 blocks, (parts, words)
+    shown: np.ndarray  # bits of stored visible pairs, (parts, slots, threads, halves, words)
 
 
 class HostMask(NamedTuple):
-    """Mask whose generated code is compiled for the CPU.
+    """Functions of a mask whose generated code is compiled for the CPU.
 
-    Attributes
-    ----------
-    classify
-        Function of b, h and rows (i_low, i_high, j_low, j_high): NONE, SOME or ALL for each.
-    build
-        Function that builds the block mask of a `BlockMaskSpec`.
-    read
-        Function of a `BLOCK_MASK_DTYPE` record, batch, head and row tile that returns what a kernel
-        reads for this row tile, which has two parts.
+    `classify` takes b, h and rows (i_low, i_high, j_low, j_high), and returns NONE, SOME or ALL for
+    each row. `build` builds the block mask of a `BlockMaskSpec`. `read` takes a `BLOCK_MASK_DTYPE`
+    record, batch, head and row tile, and returns what a kernel reads for this row tile, which has
+    two parts.
     """
 
     classify: Callable[[int, int, np.ndarray], np.ndarray]
@@ -165,20 +148,16 @@ def compiled_masks(
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     loaded = ctypes.CDLL(str(library))
-    return [
-        _host_mask(
-            mod,
-            text,
-            dtype,
-            getattr(loaded, f"classify{n}"),
-            *(getattr(loaded, f"{name}{n}") if builds else None for name in ("build", "read")),
-        )
-        for n, (mod, text) in enumerate(zip(mods, texts, strict=True))
-    ]
+    found = []
+    for n, (mod, text) in enumerate(zip(mods, texts, strict=True)):
+        names = ("build", "read") if builds else ()
+        functions = [getattr(loaded, f"{name}{n}") for name in ("classify", *names)]
+        found.append(_host_mask(mod, text, dtype, *functions))
+    return found
 
 
 def _host_mask(
-    mod: MaskMod, text: MaskSource, dtype: str, classify: Any, build: Any, read: Any
+    mod: MaskMod, text: MaskSource, dtype: str, classify: Any, build: Any = None, read: Any = None
 ) -> HostMask:
     def packed() -> np.ndarray:
         return packed_captures(mod, dtype)
@@ -193,18 +172,11 @@ def _host_mask(
         # The memory starts with garbage, so that a read of unwritten bytes changes the result.
         memory = np.full(layout.bytes, 0xA5, np.uint8)
         scratch = np.full(layout.scratch + 8, 0xA5, np.uint8)
-        map = BlockMask(
-            address=memory.ctypes.data,
-            layout=layout,
-            words=spec.words,
-            key_blocks=spec.key_blocks,
-            batch_stride=0,
-            head_stride=0,
-            memory=memory,
-        )
-        params = np.frombuffer(
-            packed_params(spec, text, packed(), map, scratch.ctypes.data), np.uint8
-        )
+        sizes = {"layout": layout, "words": spec.words, "key_blocks": spec.key_blocks}
+        address, strides = memory.ctypes.data, {"batch_stride": 0, "head_stride": 0}
+        map = BlockMask(address=address, memory=memory, **sizes, **strides)
+        packed_bytes = packed_params(spec, text, packed(), map, scratch.ctypes.data)
+        params = np.frombuffer(packed_bytes, np.uint8)
         parts = spec.row_tiles * spec.parts
         of_rows = parts if text.row_ranges else 0
         of_keys = spec.key_blocks if text.key_ranges else 0
@@ -295,6 +267,28 @@ def _check_kept_pairs(
     counts = of_words.reshape(*partial.shape[:3], spec.words, 32).sum(-1)
     behind = counts[..., ::-1].cumsum(-1)[..., ::-1] - counts
     np.testing.assert_array_equal(found.behind, np.minimum(behind, slots))
+    for kept in kept_pairs(found, spec):
+        b, h, row, j = kept.at
+        args = b, h, row + spec.q_offset, j
+        seen = mod.evaluate(*(np.asarray(x, np.int32) for x in args))
+        expected = np.broadcast_to(seen, kept.there.shape)
+        np.testing.assert_array_equal(kept.shown[kept.there], expected[kept.there])
+
+
+class KeptPairs(NamedTuple):
+    """Pairs of a block whose visibility a block mask stores, shape (threads, halves, keys)."""
+
+    part: int
+    block: int
+    at: tuple[Any, ...]  # batch, head, row and key, clamped to the lengths
+    there: np.ndarray  # which pairs are within the lengths
+    shown: np.ndarray  # which pairs are stored as visible
+
+
+def kept_pairs(found: FoundMap, spec: BlockMaskSpec) -> Iterator[KeptPairs]:
+    """Yield the pairs that a block mask stores, those of the last partial blocks of each part."""
+    slots = found.shown.shape[3]
+    partial = found.visited & ~found.full
     threads, halves, keys = np.ogrid[:128, :2, : spec.Bc // 4]
     rows = threads // 32 * 16 + threads % 32 // 4 + 8 * halves
     columns = threads % 4 * 2 + keys // 2 * 8 + keys % 2
@@ -303,13 +297,10 @@ def _check_kept_pairs(
         for slot, block in enumerate(kept):
             row, j = part * 64 + rows, block * spec.Bc + columns
             there = (row < spec.seqlen_q) & (j < spec.seqlen_k)
-            i = np.minimum(row, spec.seqlen_q - 1) + spec.q_offset
-            args = b, h, i, np.minimum(j, spec.seqlen_k - 1)
-            seen = mod.evaluate(*(np.asarray(x, np.int32) for x in args))
+            at = b, h, np.minimum(row, spec.seqlen_q - 1), np.minimum(j, spec.seqlen_k - 1)
             words = found.shown[b, h, part, slot]
             bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")
-            shown = bits[..., : spec.Bc // 4].astype(bool)
-            np.testing.assert_array_equal(shown[there], np.broadcast_to(seen, there.shape)[there])
+            yield KeptPairs(part, block, at, there, bits[..., : spec.Bc // 4].astype(bool))
 
 
 def _expected_map(

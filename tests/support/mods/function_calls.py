@@ -30,31 +30,15 @@ _MOST_OPEN = 0.3
 
 @dataclass
 class FunctionCall:
-    """Call of attention with a random function.
-
-    Attributes
-    ----------
-    function
-        Mask function or score function.
-    arrays
-        q, k, v and dout of one sequence, shape (rows, heads, head_dim).
-    q_offset
-        Position of the first query.
-    scores, errors
-        True scores, float64 (heads, seqlen_q, seqlen_k), and bounds of the errors of a kernel.
-    seen
-        Pairs that are visible and decided.
-    closed
-        Pairs that are decided; the mask array hides all others.
-    """
+    """Call of attention with a random function, a mask or a score function."""
 
     function: Function
-    arrays: dict[str, np.ndarray]
-    q_offset: int
-    scores: np.ndarray
-    errors: np.ndarray
-    seen: np.ndarray
-    closed: np.ndarray
+    arrays: dict[str, np.ndarray]  # q, k, v and dout of one sequence, (rows, heads, head_dim)
+    q_offset: int  # position of the first query
+    scores: np.ndarray  # true scores, float64 (heads, seqlen_q, seqlen_k)
+    errors: np.ndarray  # bounds of the errors of a kernel's scores
+    seen: np.ndarray  # pairs that are visible and decided
+    closed: np.ndarray  # pairs that are decided; the mask array hides all others
 
     def __str__(self) -> str:
         shapes = {name: x.shape for name, x in self.arrays.items()}
@@ -207,12 +191,7 @@ def _host(array: Any) -> Any:
 def function_calls(seed: int, inputs: str | None = None) -> Iterator[FunctionCall]:
     """Yield calls with random functions endlessly, except those with too many undecided pairs.
 
-    Parameters
-    ----------
-    seed
-        Seed of the calls.
-    inputs
-        Dtype of queries and keys; by default that of each function.
+    `inputs` is the dtype of queries and keys; by default that of each function.
     """
     for number in itertools.count(seed * 100_000):
         call = _call(random_function(number, inputs=inputs))
@@ -226,10 +205,7 @@ def _call(function: Function) -> FunctionCall | None:
     heads = int(rng.integers(1, 3))
     seqlen_q, seqlen_k = (int(n) for n in rng.integers(70, 201, 2))
     shapes = {"q": seqlen_q, "k": seqlen_k, "v": seqlen_k, "dout": seqlen_q}
-    arrays = {
-        name: rng.standard_normal((rows, heads, HEAD_DIM)).astype(dtype)
-        for name, rows in shapes.items()
-    }
+    arrays = {n: rng.standard_normal((x, heads, HEAD_DIM)).astype(dtype) for n, x in shapes.items()}
     for name in "qk":
         arrays[name] = rng.integers(-1, 2, arrays[name].shape).astype(dtype)
     if function.kind == "mask" and rng.integers(2):

@@ -45,31 +45,19 @@ Rule = Callable[[Node, tuple[Node, ...]], "Node | None"]
 class Fault:
     """Fault that can be put back.
 
-    Attributes
-    ----------
-    rule
-        Function of a node and its new arguments that returns a faulty node, or None to keep it.
-    patches
-        Parts of the library: an object, the name of an attribute, and a function from the attribute
-        to the faulty one.
-    header, old, new
-        File in the folder of kernels, text in it, and the text that replaces it.
-    concerns
-        Regular expression that matches the Python text of functions in which the fault may show.
-    on_cpu
-        Whether the CPU backend has the fault.
-    stops
-        Whether generated source with the fault does not compile.
+    `rule` is a function of a node and its new arguments that returns a faulty node, or None to keep
+    the node. `patches` are parts of the library: an object, the name of an attribute, and a
+    function from the attribute to the faulty one.
     """
 
     rule: Rule | None = None
     patches: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = ()
-    header: str = ""
+    header: str = ""  # file in the folder of kernels, in which `new` replaces `old`
     old: str = ""
     new: str = ""
-    concerns: str = ""
-    on_cpu: bool = False
-    stops: bool = False
+    concerns: str = ""  # pattern in the Python text of functions in which the fault may show
+    on_cpu: bool = False  # whether the CPU backend has the fault
+    stops: bool = False  # whether generated source with the fault does not compile
 
     def rewrite(self, expression: Node) -> Node:
         """Return the expression with the fault."""
@@ -101,9 +89,8 @@ class Fault:
         if self.on_cpu:
             wrong = {case.function.number: wrong_on_cpu(case) for case in cases}
         else:
-            wrong = dict(
-                wrong_on_host_text(folder, cases, kernel_dir=headers, rewrite=self.rewrite)
-            )
+            how = {"kernel_dir": headers, "rewrite": self.rewrite}
+            wrong = dict(wrong_on_host_text(folder, cases, **how))
         # A failed generation or compilation does not reveal a fault, unless the fault causes it.
         others = ("raises",) if self.stops else ("raises", "does not compile")
         return {n: why for n, why in wrong.items() if why and not why.startswith(others)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from cupy_flash.gpu.block_masks import BlockMaskSpec
-from support.mods.block_mask_cuda import FoundMap, of_blocks
+from support.mods.block_mask_cuda import FoundMap, kept_pairs, of_blocks
 from support.mods.function_oracle import Oracle
 from support.mods.random_functions import Function
 
@@ -70,27 +70,7 @@ def wrong_map(
         return f"{hides.sum()} blocks with seen pairs are not visited"
     if (shows := some_hidden & found.full & found.visited).any():
         return f"{shows.sum()} blocks with hidden pairs are full"
-    return _wrong_kept(found, seen, known, spec)
-
-
-def _wrong_kept(
-    found: FoundMap, seen: np.ndarray, known: np.ndarray, spec: BlockMaskSpec
-) -> str | None:
-    """Check the pairs that a block mask stores, those of the last blocks of each part."""
-    slots = found.shown.shape[3]
-    threads, halves, keys = np.ogrid[:128, :2, : spec.Bc // 4]
-    rows = threads // 32 * 16 + threads % 32 // 4 + 8 * halves
-    columns = threads % 4 * 2 + keys // 2 * 8 + keys % 2
-    partial = found.visited & ~found.full
-    for b, h, part in np.ndindex(partial.shape[:3]):
-        kept = np.flatnonzero(partial[b, h, part])[::-1][:slots]
-        for slot, block in enumerate(kept):
-            row, j = part * 64 + rows, block * spec.Bc + columns
-            at = b, h, np.minimum(row, spec.seqlen_q - 1), np.minimum(j, spec.seqlen_k - 1)
-            there = (row < spec.seqlen_q) & (j < spec.seqlen_k) & known[at]
-            words = found.shown[b, h, part, slot]
-            bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")
-            shown = bits[..., : spec.Bc // 4].astype(bool)
-            if (differs := there & (shown != seen[at])).any():
-                return f"{differs.sum()} kept pairs of block {block} of part {part}"
+    for kept in kept_pairs(found, spec):
+        if (differs := kept.there & known[kept.at] & (kept.shown != seen[kept.at])).any():
+            return f"{differs.sum()} kept pairs of block {kept.block} of part {kept.part}"
     return None

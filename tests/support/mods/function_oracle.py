@@ -24,67 +24,39 @@ Array = Any
 class Expr:
     """Operation of a random function. Shared subexpressions are one object.
 
-    Attributes
-    ----------
-    op
-        Name of a NumPy function, ``astype``, ``load`` (an element of a capture), ``call`` (of a
-        helper), or a leaf: ``symbol``, ``scalar`` (a captured number), ``literal`` or
-        ``parameter`` (of a helper).
-    type
-        Type of the result.
-    args
-        Operands; for a load, the indices.
-    value
-        Name of a symbol, capture or parameter, value of a literal, or `Helper` of a call.
-    form
-        Python text with a replacement field for each operand.
+    `op` is the name of a NumPy function, ``astype``, ``load`` (an element of a capture), ``call``
+    (of a helper), or a leaf: ``symbol``, ``scalar`` (a captured number), ``literal`` or
+    ``parameter`` (of a helper).
     """
 
     op: str
-    type: str
-    args: tuple[Expr, ...] = ()
-    value: Any = None
-    form: str = ""
+    type: str  # type of the result
+    args: tuple[Expr, ...] = ()  # operands; indices of a load
+    value: Any = None  # name of a symbol, capture or parameter, value of a literal, or `Helper`
+    form: str = ""  # Python text with a replacement field for each operand
 
 
 @dataclass(eq=False)
 class Helper:
-    """Helper function that a traced function calls.
+    """Helper function that a traced function calls."""
 
-    Attributes
-    ----------
-    name
-        Name in the text.
-    parameters
-        Leaves that stand for the arguments.
-    body
-        Expression that it returns.
-    """
-
-    name: str
-    parameters: tuple[Expr, ...]
-    body: Expr
+    name: str  # name in the text
+    parameters: tuple[Expr, ...]  # leaves that stand for the arguments
+    body: Expr  # expression that it returns
 
 
 @dataclass
 class Value:
-    """Values of an expression for many pairs, and bounds of the errors of backends.
+    """Values `v` of an expression for many pairs, and bounds of the errors of backends.
 
-    Attributes
-    ----------
-    v
-        Array of values, in the dtype of the expression's type.
-    e
-        Error bound if a decision reads the value: 0 if every operation is exact, infinite if errors
-        may change an earlier decision (it is open). A float64 array, or the number 0.0.
-    s
-        Error bound if the value enters the score; then products and sums may be fused (FMA).
-    overflows
-        Whether the value is infinite only because a result of finite operands was rounded. A sum
-        that is fused with such a product does not round it.
+    `e` is the error bound if a decision reads the value: 0 if every operation is exact, infinite if
+    errors may change an earlier decision (it is open). It is a float64 array, or the number 0.0.
+    `s` is the error bound if the value enters the score; then products and sums may be fused (FMA).
+    `overflows` tells whether the value is infinite only because a result of finite operands was
+    rounded. A sum that is fused with such a product does not round it.
     """
 
-    v: Array
+    v: Array  # in the dtype of the expression's type
     e: Array = 0.0
     s: Array = 0.0
     overflows: Array = False
@@ -93,19 +65,9 @@ class Value:
 class Oracle:
     """Values of random functions for arrays of pairs.
 
-    Parameters
-    ----------
-    symbols
-        Positions (int32 arrays), and ``score`` (a float array).
-    captures
-        Arrays and numbers by name.
-    real
-        np.float32 or np.float64.
-    inputs
-        Dtype of queries and keys. With 16-bit dtypes, functions that only enter the score may be
-        approximations.
-    score_error
-        Bound of the error of scores.
+    `symbols` has positions (int32 arrays), and ``score`` (a float array). `captures` has arrays and
+    numbers by name, and `real` is np.float32 or np.float64. `inputs` is the dtype of queries and
+    keys; with 16 bits, functions that only enter the score may be approximations.
     """
 
     def __init__(
@@ -114,7 +76,7 @@ class Oracle:
         captures: Mapping[str, Any],
         real: Any = np.float32,
         inputs: str = "float32",
-        score_error: Array = 0.0,
+        score_error: Array = 0.0,  # bound of the error of scores
     ) -> None:
         self._symbols, self._captures, self._real = symbols, captures, real
         self._inputs, self._score_error = inputs, score_error
@@ -232,7 +194,7 @@ class Oracle:
             return self._logical(op.removeprefix("logical_"), bools)
         if op in _INEXACT:
             (x,) = (self._cast(x, t, REAL) for x, t in zip(args, types, strict=True))
-            return self._inexact(op, x, _INEXACT[op])
+            return self._approximated(op, x, getattr(np, op), _INEXACT[op])
         if op in ("power", "float_power"):
             return self._power(op, args[0], types, node.args[1].value)
         if op in ("isnan", "isinf", "isfinite"):
@@ -403,9 +365,6 @@ class Oracle:
             d = np.where(same & np.isfinite(v), d, np.inf)
         return _decided(v, np.where(total == 0, 0.0, np.where(np.isnan(d), np.inf, d)))
 
-    def _inexact(self, op: str, x: Value, bounded_slope: float | None) -> Value:
-        return self._approximated(op, x, getattr(np, op), bounded_slope)
-
     def _power(self, op: str, x: Value, types: list[str], n: Any) -> Value:
         is_real = REAL in types or op == "float_power"
         if not is_real:
@@ -510,30 +469,17 @@ class Oracle:
 
 # Approximated functions, and bounds of their slopes; None if a slope is unbounded.
 _INEXACT: dict[str, float | None] = {
-    "exp": None,
-    "exp2": None,
-    "expm1": None,
-    "log": None,
-    "log2": None,
-    "log10": None,
-    "log1p": None,
-    "tanh": 1.0,
-    "sin": 1.0,
-    "cos": 1.0,
+    **dict.fromkeys(("exp", "exp2", "expm1", "log", "log2", "log10", "log1p")),
+    **dict.fromkeys(("tanh", "sin", "cos"), 1.0),
 }
 _COMPARED: dict[str, Callable[[Array, Array], Array]] = {
     name: getattr(np, name)
     for name in ("less", "less_equal", "greater", "greater_equal", "equal", "not_equal")
 }
 _OF_BOOLS = {
-    "add": "or",
-    "multiply": "and",
-    "minimum": "and",
-    "maximum": "or",
-    "bitwise_and": "and",
-    "bitwise_or": "or",
-    "bitwise_xor": "xor",
-    "invert": "not",
+    **dict.fromkeys(("multiply", "minimum", "bitwise_and"), "and"),
+    **dict.fromkeys(("add", "maximum", "bitwise_or"), "or"),
+    **{"bitwise_xor": "xor", "invert": "not"},
 }
 
 
@@ -582,18 +528,15 @@ def _whole(x: Array, type: str) -> Array:
 
 def _of_integers(op: str, type: str, *args: Array) -> Array:
     x, y = args[0], args[-1]
-    if op in ("add", "subtract", "multiply", "minimum", "maximum"):
-        return getattr(np, op)(x, y)
-    if op in ("bitwise_and", "bitwise_or", "bitwise_xor"):
+    of_two = ("add", "subtract", "multiply", "minimum", "maximum")
+    if op in (*of_two, "bitwise_and", "bitwise_or", "bitwise_xor"):
         return getattr(np, op)(x, y)
     if op in ("floor", "ceil", "trunc", "rint", "positive"):
         return x
     if op == "square":
         return x * x
-    if op in ("negative", "absolute", "invert"):
+    if op in ("negative", "absolute", "invert", "sign"):
         return getattr(np, op)(x)
-    if op == "sign":
-        return np.sign(x)
     if op in ("floor_divide", "remainder"):
         return _divided(op, type, x, y)
     if op in ("left_shift", "right_shift"):

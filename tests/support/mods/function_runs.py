@@ -25,7 +25,7 @@ from cupy_flash.mods.ir.expression import Node
 from cupy_flash.mods.modification import MaskMod, ScoreMod
 from cupy_flash.mods.trace.traced import Traced
 from support.mods.function_oracle import REAL, Expr, Value
-from support.mods.generated_cuda import COMPILER, FOLDER, Text
+from support.mods.generated_cuda import COMPILER, FOLDER, IS_INSIDE, Text
 from support.mods.random_functions import Function, Pairs, random_pairs
 
 Batch = Sequence[Function]
@@ -37,15 +37,7 @@ LN_2 = 0.6931471805599453
 def modification(
     function: Function, captures: Mapping[str, Any] | None = None
 ) -> ScoreMod | MaskMod:
-    """Return a `ScoreMod` or `MaskMod` of a function.
-
-    Parameters
-    ----------
-    function
-        Random function.
-    captures
-        Captures that replace those of the function, such as arrays on a GPU.
-    """
+    """Return a `ScoreMod` or `MaskMod` of a function, perhaps with other captures."""
     kind = ScoreMod if function.kind == "score" else MaskMod
     called = function.function()
     made = kind(called, **(function.captures if captures is None else captures))
@@ -89,12 +81,7 @@ Rewrite = Callable[[Node], Node]
 def text_of(function: Function, rewrite: Rewrite | None = None) -> Text:
     """Return the generated code of a function, with captures named as in calls.
 
-    Parameters
-    ----------
-    function
-        Random function.
-    rewrite
-        Function that changes the traced expression before code is generated.
+    `rewrite` changes the traced expression before code is generated.
     """
     mod, kind = modification(function), f"{function.kind}_mod"
     if (other := _with_other_zeros(function)) is not None:
@@ -126,12 +113,8 @@ class Case:
         if function.kind == "score" and root.type != REAL:
             root = Expr("astype", REAL, (root,))
         right = pairs.oracle(function).value(root)
-        count = len(pairs.scores)
-        return cls(
-            function,
-            pairs,
-            Value(*(np.broadcast_to(x, count) for x in (right.v, right.e, right.s))),
-        )
+        of_all = (np.broadcast_to(x, len(pairs.scores)) for x in (right.v, right.e, right.s))
+        return cls(function, pairs, Value(*of_all))
 
     @property
     def share_known(self) -> float:
@@ -203,7 +186,7 @@ _PRELUDE = """
 #define __ldg unchecked_ldg
 #include "cuda.h"
 #undef __ldg
-// Bytes that the captures of the function that is called lie in.
+// Begin and end of the memory of each array that the called function captures.
 static const char* const* ranges;
 static int range_count, reads_outside;
 template <class T>
@@ -220,16 +203,7 @@ static void give_up(int number) { siglongjmp(before, number); }
 """
 
 _COMMON = """
-template <class Mods, class Arguments, class Row, class Keys>
-bool is_inside(const Arguments& a, const Row& r, const Keys& k, int last) {
-  if constexpr (Mods::has_bounds) {
-    return Mods::is_inside(a, r, k, last);
-  } else {
-    return false;
-  }
-}
-
-// Returns 0, or the number of the signal that ended it; a negative one for reads outside.
+// Returns 0, the number of the signal that ended the loop, or minus the number of reads outside.
 template <class Mods, class Arguments>
 int run_pairs(const Arguments* a, const char* const* bytes, int arrays, int pairs,
               const int* columns, const typename Mods::Real* x, typename Mods::Real* scores,
@@ -287,39 +261,14 @@ def wrong_on_host_text(
 ) -> dict[int, str]:
     """Return how generated code, compiled for the CPU, differs, by the numbers of functions.
 
-    Parameters
-    ----------
-    folder
-        Folder for sources and libraries.
-    cases
-        Functions to compare.
-    batch
-        Number of functions that are compiled together.
-    workers
-        Number of compilers that run at a time.
-    kernel_dir
-        Folder of the headers.
-    rewrite
-        Function that changes the traced expression before code is generated.
+    `folder` is for sources and libraries, and `kernel_dir` has the headers. `batch` functions are
+    compiled together, and `workers` compilers run at a time. For `rewrite` see `text_of`.
     """
     if COMPILER is None:
         pytest.skip("no g++ to compile device text with")
     # The folder is new each time, because a library is not loaded again from the same path.
     folder = Path(tempfile.mkdtemp(dir=folder))
-    wrong: dict[int, str] = {}
-    texts: dict[int, Text] = {}
-    sources: dict[int, str] = {}
-    for case in cases:
-        number = case.function.number
-        try:
-            text = text_of(case.function, rewrite)
-            sources[number] = _UNIT.format(
-                number=number, text=text.emitted(), size=text.dtype().itemsize
-            )
-        except Exception as error:
-            wrong[number] = f"raises {type(error).__name__}: {error}"
-        else:
-            texts[number] = text
+    texts, sources, wrong = generated(cases, _UNIT, rewrite)
     left = [case for case in cases if case.function.number in texts]
     batches = [left[begin : begin + batch] for begin in range(0, len(left), batch)]
 
@@ -342,6 +291,25 @@ def wrong_on_host_text(
     return wrong
 
 
+def generated(
+    cases: Iterable[Case], unit: str, rewrite: Rewrite | None = None
+) -> tuple[dict[int, Text], dict[int, str], dict[int, str]]:
+    """Return by function number: generated texts, `unit` with these texts, and errors."""
+    texts: dict[int, Text] = {}
+    sources: dict[int, str] = {}
+    wrong: dict[int, str] = {}
+    for case in cases:
+        number = case.function.number
+        try:
+            text = text_of(case.function, rewrite)
+            size = text.dtype().itemsize
+            sources[number] = unit.format(number=number, text=text.emitted(), size=size)
+            texts[number] = text
+        except Exception as error:
+            wrong[number] = f"raises {type(error).__name__}: {error}"
+    return texts, sources, wrong
+
+
 def _compiled(
     folder: Path, name: str, sources: dict[int, str], kernel_dir: Path
 ) -> tuple[ctypes.CDLL | None, dict[int, str]]:
@@ -353,7 +321,7 @@ def _compiled(
     options += [f"-I{FOLDER}", f"-I{kernel_dir}"]
     while left := [source for number, source in sources.items() if number not in failed]:
         text = "".join(left)
-        source.write_text(_PRELUDE + includes + _COMMON + text, encoding="utf-8")
+        source.write_text(_PRELUDE + includes + IS_INSIDE + _COMMON + text, encoding="utf-8")
         command = [str(COMPILER), *options, str(source), "-o", str(library)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode == 0:

@@ -16,7 +16,8 @@ from cupy_flash.gpu.compiler import compile_cubin
 from cupy_flash.mods.codegen.arguments import pack_arguments
 from cupy_flash.mods.codegen.emit import HEADERS, SCALE
 from cupy_flash.problem.device import Device
-from support.mods.function_runs import COLUMNS, Case, bytes_of, text_of
+from support.gpu import cupy
+from support.mods.function_runs import COLUMNS, Case, bytes_of, generated
 from support.mods.generated_cuda import Text
 
 _THREADS = 128
@@ -29,7 +30,7 @@ struct Pairs {
   long long count;
 };
 
-// Has a thread for each pair.
+// Evaluates one pair per thread.
 template <class Mods, class Arguments>
 __device__ inline void run_pair(const Pairs& p, const Arguments& a) {
   using Real = typename Mods::Real;
@@ -77,26 +78,12 @@ _FAILED = re.compile(r"function(\d+)\.cpp\(\d+\): (?:catastrophic )?error: (.*)"
 class Unit:
     """Generated code of many functions in one translation unit.
 
-    Attributes
-    ----------
-    wrong
-        Errors of functions that cannot be traced or compiled, by function number.
+    `wrong` has the errors of functions that cannot be traced or compiled, by function number.
     """
 
     def __init__(self, cases: Sequence[Case]) -> None:
-        self.wrong: dict[int, str] = {}
-        self._cases, self._texts = list(cases), dict[int, Text]()
-        self._sources: dict[int, str] = {}
-        for case in cases:
-            number = case.function.number
-            try:
-                text = text_of(case.function)
-                self._sources[number] = _UNIT.format(
-                    number=number, text=text.emitted(), size=text.dtype().itemsize
-                )
-                self._texts[number] = text
-            except Exception as error:
-                self.wrong[number] = f"raises {type(error).__name__}: {error}"
+        self._cases = list(cases)
+        self._texts, self._sources, self.wrong = generated(cases, _UNIT)
 
     def _unit(self) -> TranslationUnit:
         left = [n for n in self._sources if n not in self.wrong]
@@ -120,8 +107,6 @@ class Unit:
 
     def run(self, image: bytes) -> dict[int, str]:
         """Return how results on the current device differ, by function number."""
-        import cupy
-
         module = cupy.cuda.function.Module()
         module.load(image)
         wrong = dict(self.wrong)
@@ -137,8 +122,6 @@ class Unit:
 
 
 def _results(case: Case, text: Text, kernel: Any) -> np.ndarray:
-    import cupy
-
     table = np.stack([case.pairs.columns[name] for name in COLUMNS], -1).astype(np.int32)
     count = len(table)
     columns, scores = cupy.asarray(table), cupy.asarray(case.pairs.scores)
@@ -161,8 +144,6 @@ def _results(case: Case, text: Text, kernel: Any) -> np.ndarray:
 
 def on_device(array: np.ndarray) -> tuple[Any, int]:
     """Return a padded copy with the same strides, and the address of its first element."""
-    import cupy
-
     low, high = bytes_of(array)
     pad = 1024
     flat = np.full(high - low + 2 * pad, 0xA5, np.uint8)

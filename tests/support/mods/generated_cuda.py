@@ -86,7 +86,8 @@ class Text:
 Run = Callable[..., tuple[np.ndarray, np.ndarray]]
 RunBackward = Callable[..., tuple[np.ndarray, dict[str, np.ndarray]]]
 
-_INSIDE = """
+# C++ function that returns whether all elements that a run of keys reads are within bounds.
+IS_INSIDE = """
 template <class Mods, class Arguments, class Row, class Keys>
 bool is_inside(const Arguments& a, const Row& r, const Keys& k, int last) {
   if constexpr (Mods::has_bounds) {
@@ -107,7 +108,7 @@ extern "C" void run{number}(const ModArguments* a, int pairs, const int* columns
     const Mods::Row r = {row};
     const Mods::Keys k = Mods::keys(*a, r, columns[6]);
     const int step = columns[7];
-    // As kernels do, without a look at bounds where none is crossed.
+    // Like kernels, this omits bounds checks if no access of the run can be out of bounds.
     const bool inside = is_inside<Mods>(*a, r, k, step);
     scores[pair] = x[pair];
     if (Mods::changes_scores) {{
@@ -173,7 +174,7 @@ def _compiled(folder: Path, texts: Sequence[Text]) -> ctypes.CDLL:
         size = text.dtype().itemsize
         units.append(_UNIT.format(text=text.emitted(), size=size, more=more, **common))
     source, library = folder / "mods.cpp", folder / "mods.so"
-    source.write_text(includes + _INSIDE + "".join(units), encoding="utf-8")
+    source.write_text(includes + IS_INSIDE + "".join(units), encoding="utf-8")
     # The stand-in headers come first. Sums of integers wrap, as in NumPy and on a GPU.
     options = ["-std=c++17", "-O0", "-w", "-shared", "-fPIC", "-fwrapv"]
     options += [f"-I{FOLDER}", f"-I{KERNEL_DIR}"]

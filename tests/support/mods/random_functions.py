@@ -24,40 +24,17 @@ _MAX = float(np.finfo(np.float32).max)
 _POSITIONS = ("b", "h", "i", "j", "q_start", "k_start")
 # Names of captures that have, or may have, a meaning in C++.
 _HOSTILE_NAMES = (
-    "xor",
-    "bitand",
-    "true_",
-    "typeid",
-    "mods",
-    "params",
-    "step",
-    "last",
-    "x",
-    "k",
-    "r",
+    *("xor", "bitand", "true_", "typeid"),
+    *("mods", "params", "step", "last", "x", "k", "r"),
 )
 
 # Operators of operations, by NumPy's names.
 _SIGNS = {
-    "add": "+",
-    "subtract": "-",
-    "multiply": "*",
-    "divide": "/",
-    "floor_divide": "//",
-    "remainder": "%",
-    "power": "**",
-    "less": "<",
-    "less_equal": "<=",
-    "greater": ">",
-    "greater_equal": ">=",
-    "equal": "==",
-    "not_equal": "!=",
-    "bitwise_and": "&",
-    "bitwise_or": "|",
-    "bitwise_xor": "^",
-    "left_shift": "<<",
-    "right_shift": ">>",
-}
+    "add": "+", "subtract": "-", "multiply": "*", "divide": "/", "floor_divide": "//",
+    "remainder": "%", "power": "**", "less": "<", "less_equal": "<=", "greater": ">",
+    "greater_equal": ">=", "equal": "==", "not_equal": "!=", "bitwise_and": "&",
+    "bitwise_or": "|", "bitwise_xor": "^", "left_shift": "<<", "right_shift": ">>",
+}  # fmt: skip
 _PREFIXES = {"negative": "-", "positive": "+", "invert": "~"}
 _REAL_FUNCTIONS = (
     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "tanh", "sin", "cos", "sqrt",
@@ -67,33 +44,15 @@ _COMPARISONS = ("less", "less_equal", "greater", "greater_equal", "equal", "not_
 
 @dataclass
 class Function:
-    """Random score or mask function.
+    """Random score or mask function."""
 
-    Attributes
-    ----------
-    number
-        Seed that determines the function.
-    kind
-        ``"score"`` or ``"mask"``.
-    inputs
-        Dtype of queries and keys.
-    root
-        Expression that the function computes.
-    text
-        Python text that defines ``function``.
-    captures
-        Arrays and numbers by name.
-    variables
-        Names of global numbers in `text`, which its helper functions read.
-    """
-
-    number: int
-    kind: str
-    inputs: str
-    root: Expr
-    text: str
-    captures: dict[str, Any]
-    variables: tuple[str, ...] = ()
+    number: int  # seed that determines the function
+    kind: str  # "score" or "mask"
+    inputs: str  # dtype of queries and keys
+    root: Expr  # expression that the function computes
+    text: str  # Python text that defines `function`
+    captures: dict[str, Any]  # arrays and numbers by name
+    variables: tuple[str, ...] = ()  # global numbers in `text`, which its helper functions read
 
     @property
     def real(self) -> Any:
@@ -114,14 +73,9 @@ class Function:
 
 
 def random_function(number: int, kind: str | None = None, inputs: str | None = None) -> Function:
-    """Return the function of a number; even numbers are score functions, odd ones are masks.
+    """Return the function of a number: a score function if it is even, otherwise a mask.
 
-    Parameters
-    ----------
-    number
-        Seed that determines everything else.
-    kind, inputs
-        Kind and dtype to use instead of those of the number.
+    `kind` and `inputs` replace the kind and the dtype that the number determines.
     """
     rng = np.random.default_rng([45, number])
     kind = kind or ("mask" if number % 2 else "score")
@@ -143,13 +97,19 @@ def random_function(number: int, kind: str | None = None, inputs: str | None = N
 
 def nodes_of(function: Function) -> Iterator[Expr]:
     """Yield every operation of a function once, with those of its helpers."""
-    stack, seen = [function.root], set()
+    return _operations(function.root, with_helpers=True)
+
+
+def _operations(root: Expr, *, with_helpers: bool = False) -> Iterator[Expr]:
+    stack, seen = [root], set()
     while stack:
         node = stack.pop()
         if id(node) not in seen:
             seen.add(id(node))
             yield node
-            stack += [*node.args, *([node.value.body] if node.op == "call" else [])]
+            stack += node.args
+            if with_helpers and node.op == "call":
+                stack.append(node.value.body)
 
 
 def _names_element_below(function: Function) -> bool:
@@ -218,17 +178,12 @@ def _varies(function: Function) -> bool:
 class Pairs:
     """Pairs in runs of consecutive keys, as kernels process them.
 
-    Attributes
-    ----------
-    columns
-        int32 arrays, one element for each pair: ``b``, ``h``, ``i``, ``row``, ``q_start``,
-        ``k_start``, ``first_key``, ``step``, ``last`` (the largest step of the run) and ``j``.
-    scores
-        Scaled scores.
+    `columns` has int32 arrays with one element for each pair: b, h, i, row, q_start, k_start,
+    first_key, step, last (the largest step of the run) and j.
     """
 
     columns: dict[str, np.ndarray]
-    scores: np.ndarray
+    scores: np.ndarray  # scaled scores
     symbols: dict[str, np.ndarray] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -260,16 +215,9 @@ def random_pairs(function: Function, runs: int = 20, length: int = 16) -> Pairs:
             first_key -= first_key % n
             row -= min(row, (row + offset) % n)
             steps = np.unique([0, *steps, *range(n, last + 1, n)])
-        run = {
-            "b": rng.integers(BATCH),
-            "h": rng.integers(HEADS),
-            "i": row + offset,
-            "row": row,
-            "q_start": rng.integers(0, 50),
-            "k_start": rng.integers(0, 50),
-            "first_key": first_key,
-            "last": last,
-        }
+        run = {"b": rng.integers(BATCH), "h": rng.integers(HEADS), "i": row + offset, "row": row}
+        run |= {"q_start": rng.integers(0, 50), "k_start": rng.integers(0, 50)}
+        run |= {"first_key": first_key, "last": last}
         for name, value in run.items():
             columns.setdefault(name, []).append(np.full(len(steps), value, np.int32))
         columns.setdefault("step", []).append(steps.astype(np.int32))
@@ -287,15 +235,7 @@ def random_pairs(function: Function, runs: int = 20, length: int = 16) -> Pairs:
 def _divisors_of(function: Function) -> list[int]:
     """Return whole numbers of a function that may be divisors."""
     numbers = [x for x in function.captures.values() if not isinstance(x, np.ndarray)]
-    stack, done = [function.root], set()
-    while stack:
-        node = stack.pop()
-        if id(node) in done:
-            continue
-        done.add(id(node))
-        stack += node.args
-        if node.op == "literal":
-            numbers.append(node.value)
+    numbers += [node.value for node in _operations(function.root) if node.op == "literal"]
     return sorted({int(n) for n in numbers if 2 <= n <= 200 and n == int(n)})
 
 
@@ -322,7 +262,7 @@ class _Maker:
             return made
         made = self.of(self._pick({REAL: 9, INT: 1}), depth, fresh=True)
         if self.rng.integers(2):
-            made = self._binary(self._pick({"add": 3, "multiply": 1}), REAL, self._score(), made)
+            made = self.make(self._pick({"add": 3, "multiply": 1}), REAL, self._score(), made)
         return made
 
     # ---- Choices
@@ -390,7 +330,7 @@ class _Maker:
             return self._astype(self._leaf(INT), UINT64)
         choice = self._pick({"load": 2, "scalar": 1, "compare": 4})
         if choice == "compare":
-            return self._binary(self._one(_COMPARISONS), BOOL, self.symbol("i"), self.symbol("j"))
+            return self.make(self._one(_COMPARISONS), BOOL, self.symbol("i"), self.symbol("j"))
         return self._scalar(BOOL) if choice == "scalar" else self._load(BOOL, 0)
 
     def _parameter(self, type: str) -> Expr:
@@ -435,29 +375,25 @@ class _Maker:
 
     def _int(self) -> Expr:
         rng = self.rng
-        value = self._pick(
-            {
-                int(rng.integers(1, 201)): 6,
-                int(rng.integers(-9, 10)): 3,
-                -int(rng.integers(1, 201)): 1,
-                1 << int(rng.integers(0, 31)): 1,
-                self._one(_EXTREME_INTS): 1,
-            }
-        )
-        return self.literal(value, INT)
+        weights = {
+            int(rng.integers(1, 201)): 6,
+            int(rng.integers(-9, 10)): 3,
+            -int(rng.integers(1, 201)): 1,
+            1 << int(rng.integers(0, 31)): 1,
+            self._one(_EXTREME_INTS): 1,
+        }
+        return self.literal(self._pick(weights), INT)
 
     def _real(self) -> Expr:
         rng = self.rng
-        value = self._pick(
-            {
-                float(rng.integers(1, 201)): 5,
-                round(float(rng.uniform(-2, 2)), int(rng.integers(1, 4))): 4,
-                self._one([0.7, 0.3, 0.1, 1 / 3, 1 / 41]): 2,
-                float(rng.integers(1, 40)) / 8: 2,
-                self._one(_EXTREME_REALS): 2,
-            }
-        )
-        return self.literal(value, REAL)
+        weights = {
+            float(rng.integers(1, 201)): 5,
+            round(float(rng.uniform(-2, 2)), int(rng.integers(1, 4))): 4,
+            self._one([0.7, 0.3, 0.1, 1 / 3, 1 / 41]): 2,
+            float(rng.integers(1, 40)) / 8: 2,
+            self._one(_EXTREME_REALS): 2,
+        }
+        return self.literal(self._pick(weights), REAL)
 
     def _uint64(self) -> Expr:
         value = self._one([0, 1, 3, 7, 41, 2**31 - 1, 2**32 + 5, 2**63, 2**64 - 1])
@@ -581,7 +517,7 @@ class _Maker:
         if depth <= 0:
             choice = self._pick({"i": 3, "j": 4, "h": 2, "b": 1, "difference": 2, "constant": 1})
             if choice == "difference":
-                return self._binary("subtract", INT, self.symbol("i"), self.symbol("j"))
+                return self.make("subtract", INT, self.symbol("i"), self.symbol("j"))
             if choice == "constant":
                 return self.literal(int(self.rng.integers(0, 9)), INT)
             return self.symbol(choice)
@@ -604,9 +540,6 @@ class _Maker:
         if op == "power" and args[0].type != BOOL:
             forms = [f"({places[0]} ** {places[1]})"] * 3 + forms
         return Expr(op, type, tuple(args), None, self._one(forms))
-
-    def _binary(self, op: str, type: str, x: Expr, y: Expr) -> Expr:
-        return self.make(op, type, x, y)
 
     def _astype(self, x: Expr, type: str) -> Expr:
         names = {
@@ -739,10 +672,6 @@ def _shift_of(op: str, type: str) -> Rule:
     return rule
 
 
-def _bits_of(op: str, type: str) -> Rule:
-    return lambda m, depth: m.make(op, type, *m.with_literal(type, depth))
-
-
 def _cast_to(type: str, *sources: str) -> Rule:
     return lambda m, depth: m._astype(m.of(m._one(sources), depth), type)
 
@@ -820,7 +749,7 @@ def _numbers_table(type: str) -> list[Rule]:
 
 
 def _integers_table(type: str) -> list[Rule]:
-    bits = [_bits_of(op, type) for op in ("bitwise_and", "bitwise_or", "bitwise_xor")]
+    bits = [_two(op, type) for op in ("bitwise_and", "bitwise_or", "bitwise_xor")]
     shifts = [_shift_of(op, type) for op in ("left_shift", "right_shift")]
     return [*_numbers_table(type), *bits, *shifts, _one_of("invert", type)]
 

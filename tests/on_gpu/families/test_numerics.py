@@ -20,6 +20,7 @@ from support.gpu.gpu_support import (
     Truth,
     bits,
     check,
+    checks_of,
     checks_of_supported,
     current_device,
     on_gpu,

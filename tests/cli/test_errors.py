@@ -165,9 +165,7 @@ def test_a_single_array_under_the_name_of_an_archive_is_refused(tmp_path: Path) 
     assert "expected what numpy.savez writes" in result.stderr
 
 
-def test_python_objects_in_an_input_are_refused_without_advice_to_load_them(
-    tmp_path: Path,
-) -> None:
+def test_python_objects_in_an_input_are_refused_without_advice_to_load_them(tmp_path: Path) -> None:
     path = tmp_path / "qkv.npz"
     np.savez(path, **dict.fromkeys("qkv", np.array([{}], object)))
     result = bench("--input", str(path))

@@ -59,9 +59,7 @@ def problem(
 def packed(case: Problem, *, sequences: int = 64, **changes: bool | int | None) -> Problem:
     """Return `case` as packed sequences in the same total of rows; the longest has its lengths."""
     layout = Layout(
-        kind="varlen",
-        total_q=case.batch * case.seqlen_q,
-        total_k=case.batch * case.seqlen_k,
+        kind="varlen", total_q=case.batch * case.seqlen_q, total_k=case.batch * case.seqlen_k
     )
     tensors = {n: t._replace(strides=(0, *t.strides[1:])) for n, t in case.tensors.items()}
     return replace(
@@ -628,8 +626,7 @@ def test_descriptors_steps_and_sizes_of_slabs_are_what_the_isa_says():
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["box_bytes", "k_along_columns", "k_along_rows", "column_step(5)", "row_step(3)"],
+    "name", ["box_bytes", "k_along_columns", "k_along_rows", "column_step(5)", "row_step(3)"]
 )
 def test_a_wrong_value_does_not_compile(name):
     (right,) = (line for line in TmaTile(128, 128).assertions() if f"::{name}" in line)

@@ -57,9 +57,7 @@ def order_of(masks: list[Mask], program: Path) -> list[np.ndarray]:
 
 
 @pytest.mark.slow
-def test_the_dq_order_of_a_tile_has_no_gaps_and_one_last_thread_block(
-    program: Path,
-) -> None:
+def test_the_dq_order_of_a_tile_has_no_gaps_and_one_last_thread_block(program: Path) -> None:
     rng = np.random.default_rng(17)
     masks = [random_mask(rng) for _ in range(2000)]
     for mask, entries in zip(masks, order_of(masks, program), strict=True):

@@ -268,12 +268,7 @@ def test_a_section_is_a_group_of_heads_at_least_and_all_at_most_however_few_keys
     assigned_tiles, heads_kv, section_keys, section
 ):
     batch = Batch.of_lengths(
-        [65],
-        [1],
-        heads_q=4096,
-        heads_kv=heads_kv,
-        causal=True,
-        section_keys=section_keys,
+        [65], [1], heads_q=4096, heads_kv=heads_kv, causal=True, section_keys=section_keys
     )
     (work_tiles,) = assigned_tiles([batch])
     expected = [

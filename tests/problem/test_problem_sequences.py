@@ -42,11 +42,7 @@ def cached(**changes):
 
 
 def paged(**changes):
-    arguments = {
-        "k": spec(31, 16, 3, 40),
-        "v": spec(31, 16, 3, 72),
-        "block_table": (9, 12),
-    }
+    arguments = {"k": spec(31, 16, 3, 40), "v": spec(31, 16, 3, 72), "block_table": (9, 12)}
     return cached(**(arguments | changes))
 
 
@@ -162,11 +158,7 @@ def test_problems_of_sequences_hash(make):
             f"number of pages in k_cache and v_cache is {2**31}; expected at most {MAX_COUNT}",
         ),
         (packed, {"batch": 2**31}, f"batch is {2**31}; expected at most {MAX_COUNT}"),
-        (
-            paged,
-            {"q": spec(2**31, 2, 6, 40)},
-            f"batch is {2**31}; expected at most {MAX_COUNT}",
-        ),
+        (paged, {"q": spec(2**31, 2, 6, 40)}, f"batch is {2**31}; expected at most {MAX_COUNT}"),
         (cached, {"num_splits": -1}, f"num_splits is -1; expected 1 to {MAX_SPLITS}, or 0"),
         (cached, {"num_splits": MAX_SPLITS + 1}, f"expected 1 to {MAX_SPLITS}, or 0"),
         (

@@ -433,10 +433,7 @@ def test_layers_of_a_window_alternate_with_layers_that_see_all_and_every_head_ha
     ["forgets a key", "reads another page", "is not rotated", "has no window", "has no sinks"],
 )
 def test_a_faulty_cache_fails_the_comparison(
-    generate: Any,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    fault: str,
+    generate: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     def faulty(q: Any, *arrays: Any, cache_seqlens: Any, **options: Any) -> Any:
         if q.shape[1] == 1 and fault == "forgets a key":

@@ -128,9 +128,7 @@ def test_outputs_are_those_of_the_formula(
 
 
 @pytest.mark.gpu
-def test_scores_that_rise_along_the_keys_rescale_earlier_results(
-    rng: np.random.Generator,
-) -> None:
+def test_scores_that_rise_along_the_keys_rescale_earlier_results(rng: np.random.Generator) -> None:
     import cupy
 
     arch = int(cupy.cuda.Device().compute_capability)

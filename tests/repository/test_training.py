@@ -189,10 +189,7 @@ def test_the_loss_is_drawn(train: Any, capsys: pytest.CaptureFixture[str], tmp_p
 
 
 def test_what_was_learnt_until_ctrl_c_is_kept(
-    train: Any,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    train: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(self: Any, step: int, loss: float) -> None:
         told(self, step, loss)

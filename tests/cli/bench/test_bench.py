@@ -127,9 +127,7 @@ def test_the_table_fits_80_columns_and_states_the_flop_convention(monkeypatch) -
     assert "\x1b" not in result.stdout
 
 
-def test_a_wrong_result_of_ours_is_marked_and_exits_with_1(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_wrong_result_of_ours_is_marked_and_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(q: np.ndarray, *_: object, **__: object) -> np.ndarray:
         return np.zeros_like(q)
 
@@ -455,10 +453,7 @@ def test_ratios_taken_on_a_cpu_at_rest_are_not_qualified(
 
 @pytest.mark.parametrize(
     ("seqlens", "tiles"),
-    [
-        ("113,203", {"on s113: cpu 113x113", "on s203: cpu 203x203"}),
-        ("113", {": cpu 113x113"}),
-    ],
+    [("113,203", {"on s113: cpu 113x113", "on s203: cpu 203x203"}), ("113", {": cpu 113x113"})],
 )
 def test_a_line_on_a_tile_says_for_which_case_it_is(seqlens: str, tiles: set[str]) -> None:
     shape = ("--seqlen-q", seqlens, "--heads", "1", "--head-dim", "24")
@@ -599,10 +594,7 @@ def reason_lines(reasons: Sequence[str | None], capsys: pytest.CaptureFixture[st
     [
         (["takes 2 s"], ["numpy-naive: takes 2 s"]),
         ([None, "takes 2 s"], ["numpy-naive on s239: takes 2 s"]),
-        (
-            ["takes 12 s", None, "takes 9.5 s"],
-            ["numpy-naive on s113, s307: takes 9.5 to 12 s"],
-        ),
+        (["takes 12 s", None, "takes 9.5 s"], ["numpy-naive on s113, s307: takes 9.5 to 12 s"]),
         (
             [None, "takes 2 s", "takes 3 s", "takes 4 s", "takes 5 s"],
             ["numpy-naive on s239, s307, s512, and 1 more: takes 2 to 5 s"],
@@ -738,10 +730,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     ],
 )
 def test_on_a_gpu_the_library_is_timed_beside_who_serves_such_cases_there(
-    arguments: tuple[str, ...],
-    providers: list[str],
-    tmp_path: Path,
-    watched: list[str | None],
+    arguments: tuple[str, ...], providers: list[str], tmp_path: Path, watched: list[str | None]
 ) -> None:
     data = record(tmp_path, *arguments, "--repeats", "3", "--host-time")
     head, rows = data["metadata"], data["rows"]

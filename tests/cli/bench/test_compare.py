@@ -44,9 +44,7 @@ def test_a_change_within_the_quartiles_is_noise_however_large(tmp_path: Path) ->
     assert verdicts(tmp_path, a, b) == {799: "same"}
 
 
-def test_a_change_below_the_threshold_is_noise_however_narrow_the_quartiles(
-    tmp_path: Path,
-) -> None:
+def test_a_change_below_the_threshold_is_noise_however_narrow_the_quartiles(tmp_path: Path) -> None:
     exact = {"low_quartile_ms": 1.0, "high_quartile_ms": 1.0}
     a = [row("cupy_flash", 799, 1.0, **exact)]
     b = [row("cupy_flash", 799, 1.04, low_quartile_ms=1.04, high_quartile_ms=1.04)]

@@ -174,14 +174,8 @@ def test_the_float32_preset_compares_with_the_best_of_two_torch_backends() -> No
             "--rotary needs an even --head-dim, not 33",
         ),
         (("bench", "--q-offset", "3"), "--q-offset affects only a causal mask, a window or"),
-        (
-            ("bench", "--causal", "no", "--q-offset", "3"),
-            "add --causal or --window, or leave it",
-        ),
-        (
-            ("bench", "--window"),
-            "bench: Option '--window' requires an argument. Expected LEFT",
-        ),
+        (("bench", "--causal", "no", "--q-offset", "3"), "add --causal or --window, or leave it"),
+        (("bench", "--window"), "bench: Option '--window' requires an argument. Expected LEFT"),
         (("roofline", "--heads"), "'--heads' requires an argument. Expected a whole number from 1"),
         (("bench", "--tile"), "bench: Option '--tile' requires an argument."),
         (("bench", "--seed", "-1"), "-1 is not in the range x>=0"),

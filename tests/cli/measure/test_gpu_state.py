@@ -169,9 +169,7 @@ def test_a_line_that_was_cut_short_or_holds_no_numbers_is_left_out() -> None:
     assert summary(lines, 0, 0).samples == 1
 
 
-def test_an_nvidia_smi_that_refuses_leaves_the_state_empty(
-    nvidia_smi: Callable[..., Path],
-) -> None:
+def test_an_nvidia_smi_that_refuses_leaves_the_state_empty(nvidia_smi: Callable[..., Path]) -> None:
     nvidia_smi(status=6)
     with watched(BUS_ID) as watch:
         pass

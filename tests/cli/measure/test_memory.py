@@ -18,11 +18,7 @@ from cupy_flash.cli.bench.table import print_memory
 from cupy_flash.cli.cases import presets
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.main import main
-from cupy_flash.cli.measure.memory import (
-    cupy_peak_bytes,
-    host_peak_bytes,
-    torch_peak_bytes,
-)
+from cupy_flash.cli.measure.memory import cupy_peak_bytes, host_peak_bytes, torch_peak_bytes
 from cupy_flash.cli.measure.runner import Cell
 from cupy_flash.cli.measure.timing import Timed
 from cupy_flash.cli.providers.providers import provider

@@ -317,9 +317,7 @@ def test_a_refusal_of_ours_is_no_failed_check(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     "error", [MemoryError("out of memory allocating"), RuntimeError("CUDA out of memory. Tried")]
 )
-def test_where_memory_runs_out_that_is_nobodys_fault_and_the_need_is_kept(
-    error: Exception,
-) -> None:
+def test_where_memory_runs_out_that_is_nobodys_fault_and_the_need_is_kept(error: Exception) -> None:
     (cell,) = run(FakeProvider("cupy_flash", failing(error)))
 
     assert cell.passed is None

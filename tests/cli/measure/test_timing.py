@@ -103,8 +103,7 @@ def test_the_host_time_of_a_call_leaves_the_wait_for_the_gpu_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one_repeat", "expected"),
-    [(0.0, 20), (0.1, 20), (1.0, 17), (3.0, 3), (4.0, 0), (100.0, 0)],
+    ("one_repeat", "expected"), [(0.0, 20), (0.1, 20), (1.0, 17), (3.0, 3), (4.0, 0), (100.0, 0)]
 )
 def test_repeats_are_cut_to_the_seconds_of_a_cell_and_refused_below_three(
     one_repeat: float, expected: int

@@ -60,11 +60,7 @@ def test_a_tile_of_keys_is_read_for_by_the_queries_that_see_any_of_it(mask: Mask
 
 
 @pytest.mark.parametrize(
-    ("asked", "products"),
-    [
-        ({"family": "simt"}, [(2, 2), (2, 1)]),
-        ({"family": "mma"}, [(3, 2)]),
-    ],
+    ("asked", "products"), [({"family": "simt"}, [(2, 2), (2, 1)]), ({"family": "mma"}, [(3, 2)])]
 )
 def test_each_kernel_has_products_of_its_own(
     asked: dict[str, Any], products: list[tuple[int, int]]

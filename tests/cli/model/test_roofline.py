@@ -286,10 +286,7 @@ def test_an_interrupt_leaves_what_was_measured(
     monkeypatch.setattr(roofline_module, "measure_rate", interrupted)
     path = tmp_path / "rows.json"
     with pytest.raises(click.Abort):
-        roofline.main(
-            ["--seqlen-q", "1024,2048", "--output", str(path)],
-            standalone_mode=False,
-        )
+        roofline.main(["--seqlen-q", "1024,2048", "--output", str(path)], standalone_mode=False)
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
 
     assert {row["seqlen_q"] for row in rows} == {1024}

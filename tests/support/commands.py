@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from click.testing import CliRunner, Result
 
 from cupy_flash.cli.main import main
@@ -42,3 +43,17 @@ def record_of(path: Path, *arguments: str | Path, code: int = 0) -> dict[str, An
     """Return the record that a command writes to `path`; fail unless its exit code is `code`."""
     run(*arguments, "--output", path, code=code)
     return written(path)
+
+
+def input_options(folder: Path, **arrays: np.ndarray) -> tuple[str, str]:
+    """Save arrays to `qkv.npz` in a folder, and return the options that make them the inputs."""
+    path = folder / "qkv.npz"
+    np.savez(path, **arrays)
+    return "--input", str(path)
+
+
+def float16_inputs() -> dict[str, np.ndarray]:
+    """Return random q, k and v of grouped-query attention with ragged lengths."""
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.standard_normal((2, n, h, 8)) for n, h in ((37, 6), (53, 3), (53, 3)))
+    return {name: x.astype(np.float16) for name, x in zip("qkv", (q, k, v), strict=True)}

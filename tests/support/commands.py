@@ -18,14 +18,14 @@ def run(*arguments: str | Path, code: int | None = 0, **options: Any) -> Result:
     `code` None allows any exit code. `options` are those of click's `invoke`.
     """
     line = [str(argument) for argument in arguments]
-    result = CliRunner().invoke(main, line, catch_exceptions=False, **options)
+    result = CliRunner().invoke(main, line, **{"catch_exceptions": False} | options)
     assert code in (None, result.exit_code), result.output
     return result
 
 
-def refusal(*arguments: str | Path, code: int = 2) -> str:
+def refusal(*arguments: str | Path, code: int = 2, **options: Any) -> str:
     """Return the one line that a command with a wrong option writes to stderr."""
-    return only_line(run(*arguments, code=code))
+    return only_line(run(*arguments, code=code, **options))
 
 
 def only_line(result: Result) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from click.testing import Result
 from support import commands
+from support.compilers import needs_compiler
 from support.gpu import fake_cupy
 from support.sweeps import FakeBuilder, FakeTimer, install_gpu, text_of
 
@@ -43,7 +44,6 @@ from cupy_flash.cli.tune.sweep import (
 )
 from cupy_flash.cpu import sources
 from cupy_flash.families.schedule import Launch
-from cupy_flash.gpu.compiler import why_no_compiler
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.device import device_for_arch
@@ -58,9 +58,6 @@ SM_90 = device_for_arch("sm_90")
 # Options that name cases of two problem classes.
 TWO = ("--seqlen-q", "113,799", "--heads", "1", "--head-dim", "8")
 SIMT = ("--batch", "1", "--seqlen-q", "64", "--heads", "1", "--head-dim", "16", "--family", "simt")
-needs_compiler = pytest.mark.skipif(
-    why_no_compiler() is not None, reason="needs NVRTC, which comes with the cuda extras"
-)
 
 
 @pytest.fixture(autouse=True)

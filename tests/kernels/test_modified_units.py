@@ -9,15 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupy_flash import (
-    MaskMod,
-    Plan,
-    ScoreMod,
-    flash_attention,
-    flash_attention_varlen,
-    flash_attention_with_kvcache,
-    plan,
-)
+from cupy_flash import MaskMod, Plan, ScoreMod, flash_attention, plan
+from cupy_flash import flash_attention_varlen as varlen
+from cupy_flash import flash_attention_with_kvcache as with_kvcache
 from cupy_flash.gpu.compiler import compile_cubin, known_architectures
 from cupy_flash.problem.device import device_for_arch
 
@@ -122,20 +116,15 @@ OF_SEQUENCES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "family", "arch", "dtype", "options"), OF_SEQUENCES)
 def test_a_unit_of_sequences_that_are_used_in_part_compiles(
-    compile_pool: ProcessPoolExecutor,
-    kind: str,
-    family: str,
-    arch: str,
-    dtype: str,
-    options: dict[str, Any],
+    compile_pool: ProcessPoolExecutor, kind: str, family: str, arch: str, dtype: str, options: Any
 ) -> None:
     q = np.zeros((1, 4, HEADS, 64), DTYPES.get(dtype, dtype))
     where = {"arch": arch, "family": family}
     if kind == "varlen":
         starts = np.array([0, 4], np.int32)
-        made = plan(flash_attention_varlen, *[q[0]] * 3, starts, starts, 4, 4, **where, **options)
+        made = plan(varlen, *[q[0]] * 3, starts, starts, 4, 4, **where, **options)
     else:
-        made = plan(flash_attention_with_kvcache, *[q] * 3, cache_seqlens=4, **where, **options)
+        made = plan(with_kvcache, *[q] * 3, cache_seqlens=4, **where, **options)
     check_unit(compile_pool, made, 0)
 
 

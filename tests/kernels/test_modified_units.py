@@ -44,7 +44,7 @@ UNITS = [
     ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 8, {"softcap": 50.0}),
     ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 8, {"bias": BIAS}),
     ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 8, {"score_mod": TABLE}),
-    # It spills two words if KV is split.
+    # This unit spills two words if KV is split.
     ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 8, {"alibi_slopes": array(HEADS)}),
     ("hopper", "sm_90", "float16", 64, SEQLEN, 0, {"mask_mod": DOCUMENTS, "causal": True}),
     # Loads for each pair take all free registers, see docs/engineering/measurements/masks.md.
@@ -71,26 +71,18 @@ QUICK = [next(u for u in UNITS if u[0] == family) for family in ("mma", "decode"
 
 
 @pytest.mark.parametrize(
-    ("family", "arch", "dtype", "head_dim", "seqlen_q", "spilled", "modifications"),
+    "unit",
     [
         pytest.param(
-            *unit,
+            unit,
             id=f"{unit[0]} {unit[1]} {'+'.join(unit[-1])}",
             marks=() if any(unit is quick for quick in QUICK) else pytest.mark.slow,
         )
         for unit in UNITS
     ],
 )
-def test_a_unit_with_modifications_compiles(
-    compile_pool: ProcessPoolExecutor,
-    family: str,
-    arch: str,
-    dtype: str,
-    head_dim: int,
-    seqlen_q: int,
-    spilled: int,
-    modifications: dict[str, Any],
-) -> None:
+def test_a_unit_with_modifications_compiles(compile_pool: ProcessPoolExecutor, unit: Any) -> None:
+    family, arch, dtype, head_dim, seqlen_q, spilled, modifications = unit
     device = device_for_arch(arch)
     if device.arch not in known_architectures():
         pytest.skip(f"this NVRTC does not know {arch}")

@@ -38,9 +38,10 @@ def small_problem(dtype: str = "float32", direction: str = "forward") -> Problem
 
 
 @pytest.fixture
-def no_other_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restrict `compile` to attention kernels, which the test chooses."""
+def only(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Function that restricts `compile` to the kernels of the plans that its argument makes."""
     monkeypatch.setattr(kernel_sets, "other_units", lambda **_: [])
+    return lambda plans: monkeypatch.setattr(kernel_sets, "default_plans", plans)
 
 
 def one_plan(device: Device) -> list[Plan]:
@@ -57,9 +58,9 @@ def broken_plan(device: Device) -> list[Plan]:
 @pytest.mark.slow
 @needs_compiler
 def test_cubins_are_written_by_digest_and_found_where_the_variable_points(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_other_units: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only: Any
 ) -> None:
-    monkeypatch.setattr(kernel_sets, "default_plans", one_plan)
+    only(one_plan)
     folder = tmp_path / "new" / "cubins"
     result = compile_("--arch", "sm_80", "--arch", "sm_90", "--output", str(folder))
     monkeypatch.setenv(CUBINS_VARIABLE, str(folder))
@@ -75,10 +76,8 @@ def test_cubins_are_written_by_digest_and_found_where_the_variable_points(
 
 
 @needs_compiler
-def test_a_kernel_that_does_not_compile_shows_the_log_and_exits_with_1(
-    monkeypatch: pytest.MonkeyPatch, no_other_units: None
-) -> None:
-    monkeypatch.setattr(kernel_sets, "default_plans", broken_plan)
+def test_a_kernel_that_does_not_compile_shows_the_log_and_exits_with_1(only: Any) -> None:
+    only(broken_plan)
     result = compile_("--arch", "sm_90", code=1)
 
     assert "this is wrong" in result.stderr
@@ -88,10 +87,8 @@ def test_a_kernel_that_does_not_compile_shows_the_log_and_exits_with_1(
 
 @pytest.mark.slow
 @needs_compiler
-def test_the_report_has_registers_spills_and_shared_memory(
-    monkeypatch: pytest.MonkeyPatch, no_other_units: None
-) -> None:
-    monkeypatch.setattr(kernel_sets, "default_plans", one_plan)
+def test_the_report_has_registers_spills_and_shared_memory(only: Any) -> None:
+    only(one_plan)
     result = compile_("--arch", "sm_90", "--workers", "1")
 
     assert all(name in result.stdout for name in ("regs", "spills", "KiB"))
@@ -139,11 +136,11 @@ def test_on_a_gpu_kernels_go_into_cupys_cache_and_that_it_keeps_none_is_said(
     loaded: dict[str, Resources],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    no_other_units: None,
+    only: Any,
 ) -> None:
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compile_module, "prepare_cupy_cache", lambda: refused)
-    monkeypatch.setattr(kernel_sets, "default_plans", one_plan)
+    only(one_plan)
     result = compile_()
     text = result.stdout.replace("\n", "")
     (plan,) = one_plan(SM_90)
@@ -156,12 +153,12 @@ def test_on_a_gpu_kernels_go_into_cupys_cache_and_that_it_keeps_none_is_said(
 
 
 def test_a_kernel_that_does_not_load_shows_the_log_and_the_others_are_kept(
-    loaded: dict[str, Resources], monkeypatch: pytest.MonkeyPatch, no_other_units: None
+    loaded: dict[str, Resources], only: Any
 ) -> None:
     def plans(device: Device) -> list[Plan]:
         return [*broken_plan(device), *one_plan(device)]
 
-    monkeypatch.setattr(kernel_sets, "default_plans", plans)
+    only(plans)
     result = compile_(code=1)
 
     assert "this is wrong" in result.stderr
@@ -172,18 +169,14 @@ def test_a_kernel_that_does_not_load_shows_the_log_and_the_others_are_kept(
 @needs_compiler
 @pytest.mark.parametrize("option", ["--arch", "--output"])
 def test_where_an_architecture_or_a_folder_is_given_nothing_is_loaded_on_the_gpu(
-    option: str,
-    loaded: dict[str, Resources],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    no_other_units: None,
+    option: str, loaded: dict[str, Resources], tmp_path: Path, only: Any
 ) -> None:
     def plans(device: Device) -> list[Plan]:
         (plan,) = one_plan(device)
         empty = TranslationUnit('extern "C" __global__ void attention() {}', ("attention",), "none")
         return [*broken_plan(device), dataclasses.replace(plan, unit=empty)]
 
-    monkeypatch.setattr(kernel_sets, "default_plans", plans)
+    only(plans)
     result = compile_(option, "sm_90" if option == "--arch" else str(tmp_path), code=1)
     to = "; not kept without --output DIR" if option == "--arch" else f" into {tmp_path}"
 
@@ -278,13 +271,13 @@ def test_what_appends_and_merges_compiles(everything: bool) -> None:
 @pytest.mark.slow
 @needs_compiler
 def test_into_a_pipe_a_kernel_stands_on_one_line(
-    monkeypatch: pytest.MonkeyPatch, no_other_units: None
+    monkeypatch: pytest.MonkeyPatch, only: Any
 ) -> None:
     def long_title(device: Device) -> list[Plan]:
         problem = Case("bfloat16", 2, 113, 203, 2, 2, 128, 64, causal=True).problem()
         return [make_plan(problem, device, family="simt")]
 
-    monkeypatch.setattr(kernel_sets, "default_plans", long_title)
+    only(long_title)
     monkeypatch.delenv("COLUMNS", raising=False)
     (plan,) = long_title(SM_90)
     assert plan.unit is not None

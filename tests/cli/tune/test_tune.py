@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import tempfile
@@ -918,9 +919,9 @@ def test_tiles_with_the_same_machine_code_and_launch_are_timed_once(
     called: list[Candidate] = []
 
     def call_of(candidate: Candidate, case: int) -> Callable[[], None]:
-        call: Any = FakeCall(candidate)
         called.append(candidate)
-        return call
+        tile = dataclasses.asdict(candidate.tile)
+        return functools.partial(lambda *_, **__: None, np.empty((1, 113)), tile=tile)
 
     timed(candidates, call_of, FakeTimer(lambda tile, rows: 1.5))
     print_ranking(candidates, "a title", 20)
@@ -931,17 +932,6 @@ def test_tiles_with_the_same_machine_code_and_launch_are_timed_once(
     assert [c.medians_ms for c in candidates] == [[1.5]] * 3
     assert [c.rounds for c in candidates] == [3] * 3
     assert "2 tiles compile to the same code" in capsys.readouterr().out
-
-
-class FakeCall:
-    """Fake call with the attributes that the fake timer reads."""
-
-    def __init__(self, candidate: Candidate) -> None:
-        self.keywords = {"tile": dataclasses.asdict(candidate.tile)}
-        self.args = (np.empty((1, 113)),)
-
-    def __call__(self) -> None:
-        return None
 
 
 def test_the_same_machine_code_launched_in_another_way_is_timed_itself() -> None:

@@ -262,7 +262,7 @@ def test_default_tiles_are_legal_and_take_all_stages_that_there_is_room_for(arch
         assert decode.why_not_tile(case, device, tile) is None
         deeper = replace(tile, stages=tile.stages + 1)
         if decode.why_not_tile(case, device, deeper) is None:
-            # Stages are left out only if 128 KiB are in flight; `key_bytes` is for bfloat16.
+            # Stages that fit are left out only if loads of 128 KiB are in flight in bfloat16.
             assert (arch, tile.cluster, seqlen_k) == (90, 0, 65536)
             key_bytes = 2 * 2 * (-(-head_dim // 16) * 16)
             warps = tile.min_blocks * tile.warps

@@ -53,7 +53,7 @@ def problem(
 
 
 def packed(case: Problem, *, sequences: int = 64, **changes: bool | int | None) -> Problem:
-    """Return `case` as packed sequences in the same total of rows; the longest has its lengths."""
+    """Return `case` with its rows in packed sequences, the longest of which keeps its lengths."""
     totals = {"total_q": case.batch * case.seqlen_q, "total_k": case.batch * case.seqlen_k}
     layout = replace(Layout(kind="varlen", **totals), **changes)
     tensors = Tensors(
@@ -144,7 +144,7 @@ def test_heads_too_wide_for_two_blocks_and_wide_float32_are_refused():
     "case",
     [
         strided((203 * 3 * 64, 3 * 64, 64)),
-        # These are a broadcast batch, and the largest stride that TMA accepts.
+        # The next two have a broadcast batch, and the largest stride that TMA accepts.
         strided((0, 3 * 64, 64)),
         strided((2**39 - 8, 3 * 64, 64)),
         problem(head_dim=8),
@@ -756,7 +756,7 @@ def test_keys_of_latent_attention_are_split_where_query_tiles_are_few():
     assert cut.num_splits is not None
     assert 8 <= cut.num_splits <= 16
     assert [launch.entry for launch in cut.launches] == ["attention", "combine"]
-    # The workspace holds partial results, and an order of the four sequences per thread block.
+    # The workspace holds partial results and, per thread block, an order of the four sequences.
     blocks = math.prod(cut.launches[0].grid)
     assert cut.workspace == 4 * (cut.num_splits * 4 * 128 * 513 + blocks * (2 * 4 + 2))
     asked = make_plan(latent(num_splits=5), h100, family="hopper")

@@ -121,5 +121,5 @@ def test_sections_are_of_one_size_and_larger_where_blocks_have_fewer_steps() -> 
         one = dataclasses.replace(one, causal=causal)
         return mma.schedule(one, h200, mma.default_tile(one, h200)).section_heads
 
-    # 9 heads of 16 blocks each fill 132 SMs, but 64 heads in sections of 9 would leave one over.
+    # 9 heads of 16 blocks each fill 132 SMs, but 64 heads are 7 sections of 9, and one more.
     assert (section(causal=False), section(causal=True)) == (8, 16)

@@ -1,4 +1,4 @@
-"""Block maps: their kernels, which run on the host here, and the maps that are kept."""
+"""Block maps: the kernels that build them, run on the host here, and the cache of built maps."""
 
 from __future__ import annotations
 

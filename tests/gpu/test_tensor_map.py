@@ -174,7 +174,7 @@ def test_threads_that_call_at_once_get_the_maps_of_their_own_addresses(driver, m
 
 
 class PlainDriver(Driver):
-    """Fake driver whose maps of one kind differ in the first word only, the address."""
+    """Fake driver whose maps with equal boxes differ only in the first word, the address."""
 
     def __call__(self, *arguments: Any) -> int:
         status = super().__call__(*arguments)
@@ -224,7 +224,7 @@ def test_other_lengths_are_not_probed_again(plain_driver, maps):
     for call in range(1, 5):
         assert addresses_of(other_maps.maps_for(addresses(call))) == list(addresses(call))
     assert len(plain_driver.requests) == asked + len(SPECS)
-    # A different box makes a map of another kind, which is probed again.
+    # Maps with another box are probed again.
     plain_driver.requests.clear()
     boxes = {name: dataclasses.replace(spec, box=(32, 16)) for name, spec in SPECS.items()}
     TensorMaps(boxes, NAMES).maps_for(addresses(0))

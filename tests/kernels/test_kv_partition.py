@@ -287,7 +287,7 @@ def _partial_tile(numbers: list[int]) -> PartialTile:
 
 
 def assert_is_whole(batch: Batch, partition: Partition) -> None:
-    """Assert that the partial tiles are a partition, and that their results have own slots."""
+    """Assert that the partial tiles are a partition, and that no two results share a slot."""
     assert_is_a_partition(batch, partition)
     assert_slots_are_distinct(batch, partition)
 
@@ -315,7 +315,7 @@ def assert_is_a_partition(batch: Batch, partition: Partition) -> None:
 def assert_is_sliced_where_all_merge(
     batch: Batch, partition: Partition, partial_tiles: list[PartialTile]
 ) -> None:
-    """Assert that is_sliced is true exactly if all blocks of the clusters have the tile last."""
+    """Assert that `is_sliced` says if all blocks of these clusters process the output tile last."""
     size = batch.kind.tile.cluster
     last = {(tile.x, tile.y, tile.z): tile.output_tile for tile in partition.partial_tiles}
     cta_indices = {partial_tile.z for partial_tile in partial_tiles}

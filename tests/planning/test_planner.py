@@ -432,7 +432,7 @@ def blocks_row(plan):
 
 
 def blocks_of_call(q, k, arch="sm_90", **options):
-    """Return what the plan of a call of q, and k as keys and values, prints about blocks."""
+    """Return what the plan of a call with queries `q`, and keys and values `k`, says of blocks."""
     return blocks_row(cupy_flash.plan(cupy_flash.flash_attention, q, k, k, arch=arch, **options))
 
 

@@ -1,4 +1,4 @@
-"""Shipped tables of tuned tiles: who made them, and whether their tiles can run."""
+"""Shipped tables of tuned tiles: how they were made, and whether their tiles can run."""
 
 from __future__ import annotations
 

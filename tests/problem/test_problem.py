@@ -1,4 +1,4 @@
-"""The record of one call: its fields, its counts, and how positions are kept in range."""
+"""`Problem`, the record of one call: its fields and counts, and how positions are kept in range."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def one_by_one(attention: Callable[..., Any]) -> Callable[..., Any]:
 def test_embeddings_equal_those_computed_with_the_reference_attention(
     minilm: Any, command: Any, backend: str, way: str
 ) -> None:
-    # The rest of the encoder is the same float32 arithmetic. Embeddings differ by how rounding
+    # Apart from attention, all do the same float32 arithmetic. Embeddings differ by how rounding
     # errors of attention spread through six layers, which the naive formula in float32 measures.
     try:
         place, xp = command.choose_backend(backend)

@@ -21,7 +21,7 @@ pytest.importorskip("hatchling", reason="building needs hatchling, which the tes
 
 
 def build(target: str, folder: Path) -> Path:
-    """Build with the build backend itself: pip's isolated builds would ask a registry."""
+    """Build with the build backend itself, because pip would download it from an index."""
     folder.mkdir(exist_ok=True)
     line = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", folder]
     subprocess.run(line, cwd=CHECKOUT, check=True, stdout=subprocess.DEVNULL)

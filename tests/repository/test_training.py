@@ -106,8 +106,8 @@ def losses_of(train: Any, attention: Callable[..., Any] | None, seed: int) -> np
 def test_losses_are_those_of_the_naive_formulas_gradients_within_rounding(
     train: Any, rng: np.random.Generator
 ) -> None:
-    # The rest is the same float32 arithmetic. Losses differ by how rounding errors of attention and
-    # its gradients spread from step to step, which the naive formula in float32 measures.
+    # Apart from attention, all do the same float32 arithmetic. Losses differ by how rounding errors
+    # of attention spread from step to step, which the naive formula in float32 measures.
     seed = int(rng.integers(2**31))
     exact = formula(train, train.Config(), attention_reference, attention_backward_reference)
     naive = formula(train, train.Config(), attention_naive, backward_naive)

@@ -45,7 +45,7 @@ RAGGED = (
     *("--head-dim", "24", "--dtype", "float32"),
 )
 ON_CPU = ("--provider", "cupy_flash-cpu,numpy-naive", "--repeats", "3")
-# Options of two or three small cases.
+# Options that make two, or three, small cases.
 TWO = ("--seqlen-q", "113,203", "--heads", "2", "--head-dim", "24")
 THREE = ("--seqlen-q", "113,239,307", "--batch", "1", "--heads", "2", "--head-dim", "24")
 
@@ -675,7 +675,7 @@ def test_on_a_gpu_the_library_is_timed_beside_who_serves_such_cases_there(
     assert len(watched) == 1
     assert watched[0] == sys.modules["cupy"].cuda.Device().pci_bus_id
     assert (head["gpu_state"] is None, head["cpu_state"]) == (False, None)
-    # Reading a cache is compared with this copy rate.
+    # The rate at which a cache is read is compared with this copy rate.
     assert head.get("copy_tb_per_s") == (3.0 if "--cache" in arguments else None)
 
 

@@ -12,7 +12,7 @@ from support.commands import written
 
 from cupy_flash.cli.bench.compare import compare
 
-# A record of one row.
+# The rows of a record that has only one.
 ONE = [row("cupy_flash", 799, 1.0)]
 
 

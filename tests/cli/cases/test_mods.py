@@ -1,4 +1,4 @@
-"""Modifications of a case: as text, as arguments of the library, and the work that they leave."""
+"""Modifications of a case: as text, as arguments of the library, and in FLOPs and bytes."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def test_without_nvidia_smi_no_gpu_is_watched(
 def cpu_state(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, busy: float, own: float, seconds: float
 ) -> CpuState:
-    """Return the state of a run in which two CPUs worked `busy` seconds, `own` of them for us."""
+    """Return the state of a run in which two CPUs worked `busy` seconds, `own` for this process."""
     stat = tmp_path / "stat"
     ticks = os.sysconf("SC_CLK_TCK")
     clock = iter([100.0, 100.0 + seconds])

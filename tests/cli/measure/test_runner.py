@@ -198,7 +198,7 @@ def test_on_the_cpu_the_time_is_that_of_the_call_by_the_clock() -> None:
 
 
 def on_clock(provider: Provider, **settings: Any) -> Cell:
-    """Return the cell of a provider on the host."""
+    """Run a provider on the host, and return its cell."""
     runner = Runner(dataclasses.replace(SETTINGS, **settings), {False: FakeTimer()})
     return runner.run(CASE, [provider], draw)[0][0]
 

@@ -87,7 +87,7 @@ def test_a_causal_standard_algorithm_keeps_the_whole_score_matrix() -> None:
 
 
 def keys_read(visible: np.ndarray, Br: int, Bc: int) -> list[int]:
-    """Return the numbers of keys in the KV tiles of which each query tile attends to a key."""
+    """Return, for each query tile, the number of keys in the KV tiles that it has to read."""
     counts = []
     for first in range(0, visible.shape[0], Br):
         touched = visible[first : first + Br].any(axis=0)

@@ -109,7 +109,7 @@ def saved_queries(home: Path) -> list[str]:
 
 
 def refused(*arguments: str | Path) -> str:
-    """Return the line by which a sweep on the CPU is refused."""
+    """Return the error line of a sweep on the CPU that is refused."""
     return commands.refusal("tune", "--backend", "cpu", *arguments)
 
 
@@ -1009,7 +1009,7 @@ def test_of_both_16_bit_types_the_second_has_the_firsts_finalists_to_try(clock: 
     on_cpu(*shape, "--dtype", "float16,bfloat16")
     second = len(clock.timed) - alone
 
-    # 12 tiles and the default are left after the first type; rounds 1 and 2 time 13, round 3 five.
+    # The first type leaves 12 tiles and the default: rounds 1 and 2 time these, and round 3 five.
     assert second <= 13 + 13 + 5 < alone
 
 

@@ -50,7 +50,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
         return call
 
-    # A tile takes `Br` ms.
+    # By this timer, a tile takes `Br` ms.
     install_gpu(monkeypatch, lambda tile, rows: float(tile["Br"]))
     for name in ("flash_attention", "flash_attention_backward"):
         monkeypatch.setattr(inputs_module, name, on_host(name))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import stat
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,10 +133,6 @@ def run(*arguments: str, code: int = 0) -> str:
     return result.output
 
 
-def profiler_arguments(ncu: Path) -> list[str]:
-    return written(ncu / "arguments.json")
-
-
 def case(**changes: Any) -> Case:
     sizes = {"seqlen_q": 4096, "seqlen_k": 4096, "heads_q": 32, "heads_kv": 32}
     fields = {"dtype": "bfloat16", "batch": 1, **sizes, "head_dim": 128, "head_dim_v": 128}
@@ -180,7 +177,7 @@ def test_the_child_is_told_the_whole_call_and_only_what_follows_start_is_profile
         *("--seqlen-q", "113", "--seqlen-k", "203", "--heads", "6", "--kv-heads", "2"),
         *("--causal", "--q-offset", "7", "--family", "mma", "--tile", "Br=64", "--seed", "5"),
     )
-    arguments = profiler_arguments(ncu)
+    arguments = written(ncu / "arguments.json")
     start = arguments.index("--profile-from-start")
     interpreter, *child, call = arguments[-4:]
     told = case(seqlen_q=113, seqlen_k=203, heads_q=6, heads_kv=2, causal=True, q_offset=7)
@@ -194,7 +191,7 @@ def test_metrics_that_the_gpu_does_not_have_are_not_asked_for(gpu: Path) -> None
     listed = ["dram__bytes_read", "gpu__time_duration"]
     install_ncu(gpu, raw_page([("attention", COUNTERS)]), listed=listed)
     run()
-    arguments = profiler_arguments(gpu)
+    arguments = written(gpu / "arguments.json")
     asked = arguments[arguments.index("--metrics") + 1].split(",")
 
     assert {m for m in asked if not m.startswith("launch__")} == {f"{name}.sum" for name in listed}
@@ -471,15 +468,13 @@ def test_the_child_warms_up_before_the_one_call_that_is_profiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log: list[str] = []
-    fake_profiler = SimpleNamespace(
-        start=lambda: log.append("start"), stop=lambda: log.append("stop")
-    )
-    device = SimpleNamespace(synchronize=lambda: log.append("synchronize"))
+    says = {name: partial(log.append, name) for name in ("start", "stop", "synchronize", "call")}
+    fake_profiler = SimpleNamespace(start=says["start"], stop=says["stop"])
+    device = SimpleNamespace(synchronize=says["synchronize"])
     cuda = SimpleNamespace(profiler=fake_profiler, Device=lambda: device)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr("cupy_flash.cli.cases.inputs.random_inputs", lambda *_, **__: None)
-    prepared = SimpleNamespace(call=lambda: log.append("call"))
-    dispatcher = SimpleNamespace(prepare=lambda _: prepared)
+    dispatcher = SimpleNamespace(prepare=lambda _: SimpleNamespace(call=says["call"]))
     monkeypatch.setattr(providers, "Dispatcher", lambda *_: dispatcher)
     profiler._child(Call(case()).to_json())
 

@@ -14,24 +14,22 @@ import click
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from support import commands
+from support.compilers import needs_compiler
 
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.cases.inputs import InputFile, Inputs
 from cupy_flash.cli.errors import OneLineErrors
 from cupy_flash.cli.main import main
-from cupy_flash.gpu.compiler import why_no_compiler
 
 QUICK = ("--seqlen-q", "8", "--heads", "1", "--provider", "cupy_flash-cpu", "--repeats", "3")
 FULL = Path("/dev/full")
 
 needs_full_device = pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
-needs_compiler = pytest.mark.skipif(
-    why_no_compiler() is not None, reason="needs NVRTC, which comes with the cuda extras"
-)
 
 
-def bench(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["bench", *arguments], catch_exceptions=False)
+def bench(*arguments: str, code: int = 0) -> Result:
+    return commands.run("bench", *arguments, code=code)
 
 
 def python(
@@ -55,29 +53,19 @@ def under_a_file(tmp_path: Path) -> dict[str, str]:
     return {"CUPY_CACHE_DIR": str(tmp_path / "file" / "cache")}
 
 
-def assert_one_warning(stderr: str) -> None:
-    """Assert one line about the cache; CuPy may print warnings as well."""
-    assert stderr.count("cannot be written") == 1
-    assert "Traceback" not in stderr
-
-
 @pytest.mark.parametrize("command", ["bench", "tune --backend cpu --dry-run", "profile"])
 def test_more_sequences_than_kernels_count_are_refused_in_one_line(command: str) -> None:
-    arguments = [*command.split(), "--batch", str(10**20), "--seqlen-q", "4"]
-    result = CliRunner().invoke(main, arguments, catch_exceptions=False)
+    said = commands.refusal(*command.split(), "--batch", str(10**20), "--seqlen-q", "4")
 
-    assert result.exit_code == 2
-    assert f"batch is {10**20}; expected at most 2147483647" in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert f"batch is {10**20}; expected at most 2147483647" in said
 
 
 @pytest.mark.parametrize("more", [(), ("--cache",)])
 def test_a_batch_that_does_not_fit_the_memory_is_told_what_it_needs(more: tuple[str, ...]) -> None:
     shape = ("--batch", str(2 * 10**9), "--seqlen-q", "64")
-    result = bench(*shape, "--provider", "cupy_flash-cpu", *more)
+    result = bench(*shape, "--provider", "cupy_flash-cpu", *more, code=1)
     text = " ".join(result.stdout.split())
 
-    assert result.exit_code == 1
     assert re.search(r"needs [\d.]+ GiB of memory, and [\d.]+ GiB are free", text)
 
 
@@ -131,7 +119,9 @@ def test_kernels_that_cannot_be_kept_are_warned_of_once_also_by_other_processes(
     result = python("-c", code, env=under_a_file(tmp_path))
 
     assert result.returncode == 0, result.stderr
-    assert_one_warning(result.stderr)
+    # One line is about the cache; CuPy may print warnings as well.
+    assert result.stderr.count("cannot be written") == 1
+    assert "Traceback" not in result.stderr
 
 
 def test_arrays_on_the_host_need_no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,32 +137,25 @@ def test_arrays_on_the_host_need_no_cupy(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_an_input_that_is_no_archive_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "qkv.npz"
     path.write_bytes(content)
-    result = bench("--input", str(path))
+    said = commands.refusal("bench", "--input", path)
 
-    assert result.exit_code == 2
-    assert "cannot be read as an npz file: it is not a zip archive; expected what" in result.stderr
-    assert "pickle" not in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert "cannot be read as an npz file: it is not a zip archive; expected what" in said
+    assert "pickle" not in said
 
 
 def test_a_single_array_under_the_name_of_an_archive_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "qkv.npz"
     with path.open("wb") as file:
         np.save(file, np.ones((1, 3, 1, 8)))
-    result = bench("--input", str(path))
+    result = bench("--input", str(path), code=2)
 
-    assert result.exit_code == 2
     assert "expected what numpy.savez writes" in result.stderr
 
 
-def test_python_objects_in_an_input_are_refused_without_advice_to_load_them(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "qkv.npz"
-    np.savez(path, **dict.fromkeys("qkv", np.array([{}], object)))
-    result = bench("--input", str(path))
+def test_python_objects_in_an_input_are_refused_without_advice_to_load_them(tmp_path: Path) -> None:
+    arrays = dict.fromkeys("qkv", np.array([{}], object))
+    result = bench(*commands.input_options(tmp_path, **arrays), code=2)
 
-    assert result.exit_code == 2
     assert "q holds Python objects; expected numbers" in result.stderr
     assert "pickle" not in result.stderr
 
@@ -200,14 +183,12 @@ def test_an_archive_of_something_else_is_refused_in_one_line(
     with zipfile.ZipFile(path, "w") as archive:
         for name in "qkv":
             archive.writestr(f"{name}.npy", content)
-    result = bench("--input", str(path))
-
-    assert result.exit_code == 2
-    assert "cannot be read as an npz file" in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert "cannot be read as an npz file" in commands.refusal("bench", "--input", path)
 
 
-def failing(error: BaseException) -> Result:
+def failing(error: BaseException, code: int) -> Result:
+    """Return the result of a command that raises `error`; fail unless it exits with `code`."""
+
     @click.group(cls=OneLineErrors)
     def group() -> None:
         pass
@@ -216,28 +197,25 @@ def failing(error: BaseException) -> Result:
     def fail() -> None:
         raise error
 
-    return CliRunner().invoke(group, ["fail"])
+    result = CliRunner().invoke(group, ["fail"])
+    assert result.exit_code == code
+    return result
 
 
 def test_an_interrupt_is_called_one() -> None:
-    result = failing(KeyboardInterrupt())
-
-    assert result.exit_code == 130
-    assert result.stderr.split() == ["interrupted"]
+    assert failing(KeyboardInterrupt(), 130).stderr.split() == ["interrupted"]
 
 
 def test_the_end_of_a_file_is_not_called_an_interrupt() -> None:
-    result = failing(EOFError())
+    said = failing(EOFError(), 1).stderr
 
-    assert result.exit_code == 1
-    assert "unexpected end of a file" in result.stderr
-    assert "interrupted" not in result.stderr
+    assert "unexpected end of a file" in said
+    assert "interrupted" not in said
 
 
 def test_a_failure_of_the_system_is_told_with_the_file_that_it_concerns() -> None:
-    result = failing(OSError(28, "No space left on device", "kernel.cubin"))
+    result = failing(OSError(28, "No space left on device", "kernel.cubin"), 1)
 
-    assert result.exit_code == 1
     assert result.stderr == "cupy-flash: No space left on device: kernel.cubin\n"
 
 
@@ -250,10 +228,8 @@ def test_a_closed_pipe_has_its_own_code_unless_an_interrupt_was_being_told(
     error = BrokenPipeError(32, "Broken pipe")
     error.__context__ = OSError("while writing")
     error.__context__.__context__ = interrupt
-    result = failing(error)
 
-    assert result.exit_code == code
-    assert result.output == ""
+    assert failing(error, code).output == ""
 
 
 def test_a_pipe_that_closes_while_the_end_is_told_has_its_own_code(
@@ -264,7 +240,7 @@ def test_a_pipe_that_closes_while_the_end_is_told_has_its_own_code(
 
     monkeypatch.setattr(click.Group, "main", closed)
 
-    assert CliRunner().invoke(main, ["info"]).exit_code == 141
+    commands.run("info", code=141)
 
 
 def test_what_nobody_reads_changes_no_exit_code_and_is_not_written_again(
@@ -283,16 +259,15 @@ def test_what_nobody_reads_changes_no_exit_code_and_is_not_written_again(
 
 
 def test_a_defect_of_ours_keeps_its_traceback() -> None:
-    assert isinstance(failing(KeyError("x")).exception, KeyError)
+    assert isinstance(failing(KeyError("x"), 1).exception, KeyError)
 
 
 @needs_full_device
 def test_rows_that_do_not_fit_the_disk_are_told_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.symlink_to(FULL)
-    result = bench(*QUICK, "--output", str(path))
+    result = bench(*QUICK, "--output", str(path), code=1)
 
-    assert result.exit_code == 1
     assert result.stderr == f"{path} cannot be written: No space left on device\n"
 
 
@@ -329,20 +304,14 @@ def test_a_reader_that_went_away_is_not_worth_a_word() -> None:
 def test_an_option_that_is_unknown_leads_to_those_that_are_not(
     arguments: tuple[str, ...], says: str
 ) -> None:
-    result = CliRunner().invoke(main, arguments, prog_name="cupy-flash")
-
-    assert result.exit_code == 2
-    assert says in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert says in commands.refusal(*arguments, prog_name="cupy-flash")
 
 
 def test_an_error_of_cuda_is_told_in_one_line() -> None:
     runtime = pytest.importorskip("cupy").cuda.runtime
-    result = failing(runtime.CUDARuntimeError(700))
+    said = commands.only_line(failing(runtime.CUDARuntimeError(700), 1))
 
-    assert result.exit_code == 1
-    assert result.stderr.startswith("cupy-flash: cudaErrorIllegalAddress")
-    assert result.stderr.count("\n") == 1
+    assert said.startswith("cupy-flash: cudaErrorIllegalAddress")
 
 
 @pytest.mark.slow

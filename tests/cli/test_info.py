@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from support import commands
 from support.gpu import fake_cupy
 
-from cupy_flash.cli.main import main
+from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.providers.providers import names
 from cupy_flash.families import FAMILIES, FORWARD
 from cupy_flash.gpu.compiler import CUBINS_VARIABLE
 from cupy_flash.gpu.environment import gpu_unavailable
 from cupy_flash.planning import tuning
 from cupy_flash.problem.arrays import DTYPES
-from cupy_flash.problem.problem import make_contiguous_problem
 
 
-def info(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["info", *arguments], catch_exceptions=False)
+def info() -> str:
+    return commands.run("info").stdout
+
+
+def facts_of() -> dict[str, Any]:
+    return json.loads(commands.run("info", "--json").stdout)
 
 
 def test_json_tells_versions_places_families_and_providers() -> None:
-    facts = json.loads(info("--json").stdout)
+    facts = facts_of()
 
     assert {"cupy_flash", "numpy", "python"} <= set(facts["versions"])
     assert {"kernel_cache", "tuned_table", "prebuilt_kernels"} <= set(facts["places"])
@@ -36,12 +40,12 @@ def test_json_tells_versions_places_families_and_providers() -> None:
 
 
 def test_every_family_says_what_it_serves_here_or_why_not() -> None:
-    for family in json.loads(info("--json").stdout)["families"].values():
+    for family in facts_of()["families"].values():
         assert family["dtypes"] or family["why_not"]
 
 
 def test_the_cpu_backend_can_be_used_anywhere() -> None:
-    facts = json.loads(info("--json").stdout)
+    facts = facts_of()
 
     assert facts["providers"]["cupy_flash-cpu"] is None
     assert facts["providers"]["numpy-naive"] is None
@@ -51,7 +55,7 @@ def test_the_places_follow_the_environment(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "one.sm_90.cubin").write_bytes(b"")
     monkeypatch.setenv(CUBINS_VARIABLE, str(tmp_path))
     monkeypatch.setenv(tuning.HOME_VARIABLE, str(tmp_path / "home"))
-    places = json.loads(info("--json").stdout)["places"]
+    places = facts_of()["places"]
 
     assert (places["prebuilt_kernels"], places["prebuilt_count"]) == (str(tmp_path), 1)
     assert places["tuned_table"] == str(tmp_path / "home" / "tuned.json")
@@ -60,15 +64,14 @@ def test_the_places_follow_the_environment(tmp_path: Path, monkeypatch: pytest.M
 def test_a_corrupt_table_does_not_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(tuning.HOME_VARIABLE, str(tmp_path))
     (tmp_path / "tuned.json").write_text("{", encoding="utf-8")
-    result = info()
+    text = info()
 
-    assert result.exit_code == 0
-    assert "cannot be read as a tuned table" in result.stdout
-    assert result.stdout.count("tuned.json") == 1
+    assert "cannot be read as a tuned table" in text
+    assert text.count("tuned.json") == 1
 
 
 def test_the_text_names_every_family() -> None:
-    text = info().stdout
+    text = info()
 
     assert all(f"family {name}" in text for name in FORWARD)
 
@@ -77,20 +80,11 @@ def test_on_a_gpu_each_family_names_the_dtypes_that_it_serves_there_and_why_not_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fake_cupy.install(monkeypatch)
-    families = json.loads(info("--json").stdout)["families"]
+    families = facts_of()["families"]
 
     for name, family in FORWARD.items():
         for dtype in DTYPES:
-            problem = make_contiguous_problem(
-                dtype=dtype,
-                batch=1,
-                seqlen_q=1000,
-                seqlen_k=1000,
-                heads_q=1,
-                heads_kv=1,
-                head_dim=64,
-                head_dim_v=64,
-            )
+            problem = Case(dtype, 1, 1000, 1000, 1, 1, 64, 64).problem()
             reason = family.why_not(problem, fake_cupy.device())
             assert (dtype in families[name]["dtypes"]) is (reason is None)
             assert families[name]["why_not"].get(dtype) == reason
@@ -100,14 +94,13 @@ def test_the_text_has_a_line_for_each_gpu_and_leaves_out_what_a_family_does_not_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cupy = fake_cupy.install(monkeypatch)
-    lines = [line.partition("  ") for line in info().stdout.splitlines()]
+    lines = [line.partition("  ") for line in info().splitlines()]
     gpus = [text.strip() for name, _, text in lines if name == "GPU"]
     hopper = next(text for name, _, text in lines if name == "family hopper")
     device = fake_cupy.device()
 
     assert len(gpus) == cupy.cuda.runtime.getDeviceCount()
-    assert all(
-        text.startswith(f"{device.name} ({device.sm}, {device.sm_count} SMs") for text in gpus
-    )
+    begin = f"{device.name} ({device.sm}, {device.sm_count} SMs"
+    assert all(text.startswith(begin) for text in gpus)
     assert "bfloat16" in hopper.partition("(")[0]
     assert "float64" not in hopper.partition("(")[0]

@@ -57,24 +57,18 @@ def problem(
 
     dims = (head_dim, head_dim_v or head_dim)
     heads_q = heads_kv * group
-    scale = {"causal": causal, "softmax_scale": softmax_scale}
+    options = {"causal": causal, "softmax_scale": softmax_scale}
     if layout == "dense":
         q = spec((batch, seqlen_q, heads_q), head_dim)
         k, v = (spec((batch, seqlen_k, heads_kv), dim) for dim in dims)
-        return make_problem(q, k, v, **scale)
-    options = {
-        "batch": batch,
-        "num_splits": num_splits,
-        "batch_invariant": batch_invariant,
-        "values_in_keys": values_in_keys,
-        **scale,
-    }
+        return make_problem(q, k, v, **options)
+    options |= {"batch": batch, "num_splits": num_splits}
+    options |= {"batch_invariant": batch_invariant, "values_in_keys": values_in_keys}
     if layout == "varlen":
         q = spec((1, batch * seqlen_q, heads_q), head_dim)
         k, v = (spec((1, batch * seqlen_k, heads_kv), dim) for dim in dims)
-        return make_problem(
-            q, k, v, kind="varlen", max_seqlen_q=seqlen_q, max_seqlen_k=seqlen_k, **options
-        )
+        longest = {"max_seqlen_q": seqlen_q, "max_seqlen_k": seqlen_k}
+        return make_problem(q, k, v, kind="varlen", **longest, **options)
     q = spec((batch, seqlen_q, heads_q), head_dim)
     if layout == "cache":
         k, v = (spec((batch, seqlen_k, heads_kv), dim) for dim in dims)
@@ -94,6 +88,11 @@ def default_tile(case: Problem, device: Device = h100) -> DecodeTile:
 def launch_of(case: Problem, tile: DecodeTile) -> Launch:
     (launch,) = decode.schedule(case, h100, tile).launches
     return launch
+
+
+def why_not_tile(case: Problem, tile: DecodeTile, device: Device = h100) -> str:
+    """Return the reason against a tile, or an empty text."""
+    return decode.why_not_tile(case, device, tile) or ""
 
 
 # ---- Supported problems, and when the family is preferred
@@ -117,8 +116,8 @@ def test_sequences_of_every_layout_and_any_number_of_rows_are_served(layout, row
 
 def test_a_cache_without_pages_is_refused():
     paged = problem("pages of 16")
-    assert not paged.layout.is_dense
     empty = replace(paged, layout=replace(paged.layout, max_pages=0, block_table_stride=0))
+    assert not paged.layout.is_dense
     assert decode.why_not(empty, h100) == "block_table has no pages"
 
 
@@ -263,7 +262,7 @@ def test_default_tiles_are_legal_and_take_all_stages_that_there_is_room_for(arch
         assert decode.why_not_tile(case, device, tile) is None
         deeper = replace(tile, stages=tile.stages + 1)
         if decode.why_not_tile(case, device, deeper) is None:
-            # Stages are left out only if 128 KiB are in flight; `key_bytes` is for bfloat16.
+            # Stages that fit are left out only if loads of 128 KiB are in flight in bfloat16.
             assert (arch, tile.cluster, seqlen_k) == (90, 0, 65536)
             key_bytes = 2 * 2 * (-(-head_dim // 16) * 16)
             warps = tile.min_blocks * tile.warps
@@ -289,7 +288,16 @@ def test_pages_of_much_are_for_all_sms_and_short_ones_for_all_stages(
     assert (tile.cluster, tile.stages) == (cluster, stages)
 
 
-def assert_sums_in_one_order(cases: list[Problem], device: Device) -> None:
+def assert_sums_in_one_order(
+    device: Device, rows: tuple[int, ...], seqlens: tuple[int, ...], **sizes: int
+) -> None:
+    """Assert that batch-invariant tiles sum in one order, whatever layout, batch and lengths."""
+    cases = [
+        problem(layout, rows=n, batch=batch, seqlen_k=seqlen, batch_invariant=True, **sizes)
+        for layout, n, batch, seqlen in itertools.product(
+            ("varlen", "cache", "pages of 16"), rows, (1, 64), seqlens
+        )
+    ]
     tiles = [default_tile(case, device) for case in cases]
     assert len({(tile.Bc, tile.warps) for tile in tiles}) == 1
     for case, tile in zip(cases, tiles, strict=True):
@@ -301,20 +309,8 @@ def assert_sums_in_one_order(cases: list[Problem], device: Device) -> None:
 def test_with_batch_invariant_nothing_around_a_row_decides_in_which_order_it_is_summed_up(
     arch, head_dim
 ):
-    cases = [
-        problem(
-            layout,
-            rows=rows,
-            batch=batch,
-            seqlen_k=seqlen_k,
-            head_dim=head_dim,
-            batch_invariant=True,
-        )
-        for layout, rows, batch, seqlen_k in itertools.product(
-            ("varlen", "cache", "pages of 16"), (4, 16, 20, 32, 4 * 113), (1, 64), (16, 1024, 65536)
-        )
-    ]
-    assert_sums_in_one_order(cases, device_for_arch(arch))
+    rows, seqlens = (4, 16, 20, 32, 4 * 113), (16, 1024, 65536)
+    assert_sums_in_one_order(device_for_arch(arch), rows, seqlens, head_dim=head_dim)
 
 
 # If values are narrower than keys, the queries of 32 rows do not fit into a stage.
@@ -328,23 +324,10 @@ DIM_PAIRS = [
 def test_with_batch_invariant_the_number_of_rows_decides_nothing_whatever_the_head_dims(
     head_dim, head_dim_v
 ):
+    sizes = {"group": 1, "head_dim": head_dim, "head_dim_v": head_dim_v}
     for arch in ARCHITECTURES:
-        cases = [
-            problem(
-                layout,
-                rows=rows,
-                group=1,
-                batch=batch,
-                seqlen_k=seqlen_k,
-                head_dim=head_dim,
-                head_dim_v=head_dim_v,
-                batch_invariant=True,
-            )
-            for layout, rows, batch, seqlen_k in itertools.product(
-                ("varlen", "cache", "pages of 16"), (1, 16, 17, 32, 113), (1, 64), (16, 65536)
-            )
-        ]
-        assert_sums_in_one_order(cases, device_for_arch(arch))
+        device = device_for_arch(arch)
+        assert_sums_in_one_order(device, (1, 16, 17, 32, 113), (16, 65536), **sizes)
 
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(128, 64), (96, 64), (80, 64), (65, 64)])
@@ -379,22 +362,19 @@ def test_values_narrower_than_keys_cost_a_default_tile_none_of_its_warps(
     ],
 )
 def test_a_tile_that_cannot_run_is_told_why(changes, words):
-    assert words in (decode.why_not_tile(problem(), h100, replace(TILE, **changes)) or "")
+    assert words in why_not_tile(problem(), replace(TILE, **changes))
 
 
 def test_a_tile_that_needs_more_registers_than_its_threads_leave_it_is_refused():
-    tile = replace(TILE, Br=32, warps=16)
-    reason = decode.why_not_tile(problem(head_dim=64), h100, tile)
+    reason = why_not_tile(problem(head_dim=64), replace(TILE, Br=32, warps=16))
     assert reason == "needs about 152 registers per thread; 128 are available"
 
 
 def test_queries_must_fit_a_stage_and_a_result_the_ring_of_a_warp():
     wide_keys, wide_values = problem(head_dim=256, head_dim_v=16), problem(head_dim_v=256)
     tile = replace(TILE, Br=32, stages=2)
-    assert "its queries must fit a stage" in (decode.why_not_tile(wide_keys, h100, tile) or "")
-    assert "the result of a warp must fit its stages" in (
-        decode.why_not_tile(wide_values, h100, tile) or ""
-    )
+    assert "its queries must fit a stage" in why_not_tile(wide_keys, tile)
+    assert "the result of a warp must fit its stages" in why_not_tile(wide_values, tile)
 
 
 def test_more_rows_than_32_bits_count_are_refused():
@@ -435,17 +415,17 @@ def test_shared_memory_is_a_ring_for_each_warp_and_a_place_for_each_result_of_a_
     tile = replace(TILE, Br=32, stages=2)
     stage = 16 * sum(columns) * 2
 
+    before = decode.shared_memory(case, tile)
+
     def more(**changes: int) -> int:
-        return decode.shared_memory(case, replace(tile, **changes)) - decode.shared_memory(
-            case, tile
-        )
+        return decode.shared_memory(case, replace(tile, **changes)) - before
 
     assert more(stages=5) == 3 * tile.warps * stage
     assert more(warps=7) == 3 * tile.stages * stage
     # A row of a result has its columns, and 8 floats for the softmax base and the row sum.
     assert more(cluster=8) == 8 * rows * (columns[1] + 8) * 4
     # The remaining bytes hold the state that all warps share.
-    state = decode.shared_memory(case, tile) - tile.warps * tile.stages * stage
+    state = before - tile.warps * tile.stages * stage
     assert 0 < state <= 256
     assert state % 16 == 0
 
@@ -556,9 +536,8 @@ def test_many_row_tiles_and_packed_queries_are_not_balanced():
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize(("batch", "heads_kv"), [(1, 4), (1, 8), (3, 2), (8, 8)])
 def test_keys_of_packed_sequences_are_cut_until_their_blocks_fill_the_gpu(group, batch, heads_kv):
-    case = problem(
-        "varlen", rows=group, group=group, batch=batch, heads_kv=heads_kv, seqlen_k=65536
-    )
+    sizes = {"rows": group, "group": group, "batch": batch, "heads_kv": heads_kv}
+    case = problem("varlen", **sizes, seqlen_k=65536)
     tile = default_tile(case)
     blocks, slots, counters, split = planned(case, tile)
     items = batch * heads_kv
@@ -590,9 +569,8 @@ def test_more_heads_than_a_grid_s_second_axis_counts_are_along_the_first(layout,
 
 
 def test_a_workspace_is_there_for_all_slots_that_blocks_may_use_on_any_gpu():
-    for arch, layout, rows in itertools.product(
-        ARCHITECTURES, ("dense", "varlen", *LAYOUTS), (4, 32, 4 * 113)
-    ):
+    layouts, all_rows = ("dense", "varlen", *LAYOUTS), (4, 32, 4 * 113)
+    for arch, layout, rows in itertools.product(ARCHITECTURES, layouts, all_rows):
         device = device_for_arch(arch)
         case = problem(layout, rows=rows)
         tile = default_tile(case, device)

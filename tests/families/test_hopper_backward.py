@@ -8,6 +8,7 @@ import pytest
 
 from cupy_flash.families import FAMILIES
 from cupy_flash.families.hopper import HopperBackwardFamily, HopperBackwardTile
+from cupy_flash.families.schedule import Schedule
 from cupy_flash.gpu.compiler import compile_cubin
 from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.arrays import ArraySpec
@@ -43,22 +44,20 @@ def problem(
         whole = ArraySpec.contiguous((batch, rows, count, dim), dtype)
         return dataclasses.replace(whole, alignment=alignment)
 
-    q, k, v = (
-        spec(seqlen, heads, head_dim),
-        spec(keys, heads_kv, head_dim),
-        spec(keys, heads_kv, head_dim_v),
-    )
-    forward = make_problem(q, k, v, causal=causal)
-    of_gradients = grad_dtype or dtype
-    gradients = {
-        name: spec(*array.shape[1:], of_gradients) for name, array in (("q", q), ("k", k), ("v", v))
-    }
-    return with_gradient(
-        forward,
-        GradientSpec(wrt, of_gradients),
-        spec(seqlen, heads, head_dim_v),
-        {name: gradients[name] for name in wrt},
-    )
+    q = spec(seqlen, heads, head_dim)
+    k, v = (spec(keys, heads_kv, dim) for dim in (head_dim, head_dim_v))
+    arrays, of_gradients = {"q": q, "k": k, "v": v}, grad_dtype or dtype
+    gradients = {name: spec(*arrays[name].shape[1:], of_gradients) for name in wrt}
+    dout, forward = spec(seqlen, heads, head_dim_v), make_problem(q, k, v, causal=causal)
+    return with_gradient(forward, GradientSpec(wrt, of_gradients), dout, gradients)
+
+
+def schedule_of(of: Problem) -> Schedule:
+    return hopper.schedule(of, h100, hopper.default_tile(of, h100))
+
+
+def entries(schedule: Schedule) -> list[str]:
+    return [launch.entry for launch in schedule.launches]
 
 
 def test_it_is_the_first_choice_where_it_serves() -> None:
@@ -93,15 +92,12 @@ def test_head_dims_that_differ_have_a_tile_too() -> None:
 )
 def test_what_it_does_not_serve_has_a_reason(changed: dict[str, object], reason: str) -> None:
     found = hopper.why_not(problem(**changed), h100)  # type: ignore[arg-type]
-    assert found is not None
-    assert reason in found
+    assert reason in (found or "")
 
 
 def test_other_architectures_have_no_wgmma() -> None:
     for name in ("sm_80", "sm_89"):
-        reason = hopper.why_not(problem(), device_for_arch(name))
-        assert reason is not None
-        assert "wgmma" in reason
+        assert "wgmma" in (hopper.why_not(problem(), device_for_arch(name)) or "")
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -124,15 +120,13 @@ def test_the_search_space_is_small_and_holds_the_default(head_dim: int) -> None:
     ],
 )
 def test_a_tile_that_cannot_be_launched_has_a_reason(tile: HopperBackwardTile, reason: str) -> None:
-    found = hopper.why_not_tile(problem(), h100, tile)
-    assert found is not None
-    assert reason in found
+    assert reason in (hopper.why_not_tile(problem(), h100, tile) or "")
 
 
 def test_tensor_maps_are_of_what_is_read_and_boxes_are_tiles() -> None:
     of = problem(96, seqlen=1000, seqlen_k=500, heads_kv=4)
     tile = hopper.default_tile(of, h100)
-    maps = hopper.schedule(of, h100, tile).tensor_maps
+    maps = schedule_of(of).tensor_maps
     assert list(maps) == ["q", "k", "v", "dout"]
     assert maps["dout"].shape == (96, 1000, 16, 4)
     assert maps["k"].shape == (96, 500, 4, 4)
@@ -141,11 +135,9 @@ def test_tensor_maps_are_of_what_is_read_and_boxes_are_tiles() -> None:
 
 
 def test_nobody_adds_what_nobody_wants() -> None:
-    of = problem(wrt=("k", "v"))
-    schedule = hopper.schedule(of, h100, hopper.default_tile(of, h100))
-    assert "query_gradients" not in [launch.entry for launch in schedule.launches]
-    whole = hopper.schedule(problem(), h100, hopper.default_tile(problem(), h100))
-    assert schedule.workspace < whole.workspace
+    schedule = schedule_of(problem(wrt=("k", "v")))
+    assert "query_gradients" not in entries(schedule)
+    assert schedule.workspace < schedule_of(problem()).workspace
 
 
 @pytest.mark.parametrize(
@@ -161,8 +153,7 @@ def test_nobody_adds_what_nobody_wants() -> None:
 def test_a_kernel_of_its_own_writes_dq_where_blocks_have_no_registers(
     of: Problem, is_apart: bool
 ) -> None:
-    schedule = hopper.schedule(of, h100, hopper.default_tile(of, h100))
-    assert ("query_gradients" in [launch.entry for launch in schedule.launches]) == is_apart
+    assert ("query_gradients" in entries(schedule_of(of))) == is_apart
 
 
 @pytest.mark.slow
@@ -177,8 +168,7 @@ def test_float32_gradients_spill_nothing(head_dim: int, wrt: tuple[str, ...]) ->
 
 def test_heads_are_interleaved_as_far_as_l2_holds_what_they_move() -> None:
     def heads(**how: int) -> int:
-        of = problem(**how)
-        return hopper.schedule(of, h100, hopper.default_tile(of, h100)).section_heads
+        return schedule_of(problem(**how)).section_heads
 
     assert heads(seqlen=16384) == 1
     assert heads(seqlen=1024) > heads(seqlen=4096) > 1

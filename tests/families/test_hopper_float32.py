@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from support.problems import dense_problem
 
 from cupy_flash import flash_attention, plan
 from cupy_flash.families.hopper import HopperFamily, HopperTile
@@ -13,23 +14,14 @@ from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.arrays import ArraySpec
 from cupy_flash.problem.device import device_for_arch
 from cupy_flash.problem.layout import Layout
-from cupy_flash.problem.problem import Problem, make_contiguous_problem, make_problem
+from cupy_flash.problem.problem import Problem, make_problem
 
 hopper = HopperFamily()
 h100 = device_for_arch("sm_90")
 
 
 def problem(seqlen: int = 4096, *, batch: int = 2, heads: int = 16, dim: int = 64) -> Problem:
-    return make_contiguous_problem(
-        dtype="float32",
-        batch=batch,
-        seqlen_q=seqlen,
-        seqlen_k=seqlen,
-        heads_q=heads,
-        heads_kv=heads // 2,
-        head_dim=dim,
-        head_dim_v=dim,
-    )
+    return dense_problem("float32", batch, seqlen, seqlen, heads, heads // 2, dim, dim)
 
 
 @pytest.mark.parametrize("dim", [1, 33, 64, 128, 129, 192, 256])
@@ -92,9 +84,8 @@ def test_packed_and_modified_float32_and_a_single_key_are_not_its_own():
     case = problem()
     packed = dataclasses.replace(case, layout=Layout(kind="varlen", total_q=9000, total_k=9000))
     assert "float32 only in batches of equal lengths" in (hopper.why_not(packed, h100) or "")
-    assert "do not reproduce the value of a single key exactly" in (
-        hopper.why_not(problem(1), h100) or ""
-    )
+    reason = hopper.why_not(problem(1), h100)
+    assert "do not reproduce the value of a single key exactly" in (reason or "")
     q = np.zeros((1, 1024, 2, 64), np.float32)
     found = plan(flash_attention, q, q, q, window_size=(64, 0), causal=True, arch="sm_90")
     assert found.rejected["hopper"] == "supports float32 only without modifications"
@@ -112,11 +103,8 @@ def test_pieces_are_arrays_of_three_bfloat16_for_an_element():
     schedule = make_plan(case, h100, family="hopper").schedule
     queries, keys = 3 * 1000 * 4 * 64 * 6, 3 * 1000 * 2 * 64 * 6
     assert schedule.workspace == queries + 2 * keys
-    assert schedule.workspace_offsets == {
-        "q_pieces": 0,
-        "k_pieces": queries,
-        "v_pieces": queries + keys,
-    }
+    offsets = {"q_pieces": 0, "k_pieces": queries, "v_pieces": queries + keys}
+    assert schedule.workspace_offsets == offsets
     assert [launch.entry for launch in schedule.launches] == ["pieces", "attention"]
     maps = schedule.tensor_maps
     assert list(maps) == list(schedule.workspace_offsets)
@@ -132,9 +120,8 @@ def test_pieces_are_arrays_of_three_bfloat16_for_an_element():
 def test_a_tile_has_place_for_all_pieces_and_keeps_no_queries():
     tile = HopperTile(128, 48, stages=3, turns=1)
     case = problem(dim=128)
-    more = hopper.shared_memory(case, tile) - hopper.shared_memory(
-        dataclasses.replace(case, dtype="bfloat16"), tile
-    )
+    bfloat16 = dataclasses.replace(case, dtype="bfloat16")
+    more = hopper.shared_memory(case, tile) - hopper.shared_memory(bfloat16, tile)
     assert more == 2 * (128 + 3 * 48) * 128 * 2
     kept = dataclasses.replace(tile, q_steps=1)
     assert "expected 0 for float32" in (hopper.why_not_tile(case, h100, kept) or "")

@@ -62,18 +62,16 @@ def test_all_inputs_are_of_float8():
 
 
 def test_wider_heads_are_refused():
-    assert "too few registers for float8 with head dims over 256" in (
-        hopper.why_not(problem(272), h100) or ""
-    )
+    reason = hopper.why_not(problem(272), h100)
+    assert "too few registers for float8 with head dims over 256" in (reason or "")
 
 
 def test_values_may_lie_anyhow_but_not_queries_and_keys():
     odd = problem(dim=64, dim_v=61)
     assert odd.alignment == 1
     assert hopper.why_not(odd, h100) is None
-    reason = hopper.why_not(problem(dim=61, dim_v=64), h100)
-    assert reason is not None
-    assert "rows of q and k that are aligned to 16 bytes; these are aligned to 1" in reason
+    words = "rows of q and k that are aligned to 16 bytes; these are aligned to 1"
+    assert words in (hopper.why_not(problem(dim=61, dim_v=64), h100) or "")
 
 
 def test_values_become_columns_of_whole_tiles_of_keys():

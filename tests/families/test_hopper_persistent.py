@@ -15,17 +15,8 @@ NEAR_BEST, MOST_HEADS = 0.02, 48
 
 
 def problem(**changes: int | bool) -> Problem:
-    sizes = {
-        "dtype": "bfloat16",
-        "batch": 2,
-        "seqlen_q": 4096,
-        "seqlen_k": 4096,
-        "heads_q": 16,
-        "heads_kv": 16,
-        "head_dim": 128,
-        "head_dim_v": 128,
-        "causal": True,
-    }
+    sizes = {"seqlen_q": 4096, "seqlen_k": 4096, "heads_q": 16, "heads_kv": 16}
+    sizes |= {"dtype": "bfloat16", "batch": 2, "head_dim": 128, "head_dim_v": 128, "causal": True}
     return make_contiguous_problem(**(sizes | changes))
 
 
@@ -60,14 +51,14 @@ def cost_of_tile(case: Problem, q_begin: int, *, Br: int, Bc: int) -> int:
 def evenness(case: Problem, *, section: int, blocks: int, Br: int, Bc: int) -> float:
     """Return the mean work of a thread block divided by the largest work."""
     tiles = -(-case.seqlen_q // Br) * case.batch * case.heads_q
-    shares = [
-        sum(
+    costs = [
+        [
             cost_of_tile(case, work_of(case, tile, section=section, Br=Br)[1], Br=Br, Bc=Bc)
             for tile in tiles_of_block(tiles, blocks, block)
-        )
+        ]
         for block in range(blocks)
     ]
-    return sum(shares) / blocks / max(shares)
+    return sum(map(sum, costs)) / blocks / max(map(sum, costs))
 
 
 @pytest.mark.parametrize(
@@ -107,19 +98,10 @@ def test_a_section_is_the_fewest_heads_with_nearly_the_most_even_shares(changes,
     given = problem(**changes)
     chosen = persistent.section_heads(given, blocks=blocks, Br=Br, Bc=Bc)
     # `section_heads` rounds lengths to whole query tiles and KV tiles.
-    case = problem(
-        **changes
-        | {
-            "seqlen_q": -(-given.seqlen_q // Br) * Br,
-            "seqlen_k": -(-given.seqlen_k // Bc) * Bc,
-            "q_offset": round(given.q_offset / Bc) * Bc,
-        }
-    )
-    most = min(case.batch * case.heads_q, MOST_HEADS)
-    even = {
-        section: evenness(case, section=section, blocks=blocks, Br=Br, Bc=Bc)
-        for section in range(1, most + 1)
-    }
+    lengths = {"seqlen_q": -(-given.seqlen_q // Br) * Br, "seqlen_k": -(-given.seqlen_k // Bc) * Bc}
+    case = problem(**changes | lengths | {"q_offset": round(given.q_offset / Bc) * Bc})
+    sections = range(1, min(case.batch * case.heads_q, MOST_HEADS) + 1)
+    even = {s: evenness(case, section=s, blocks=blocks, Br=Br, Bc=Bc) for s in sections}
     best = max(even.values())
     assert even[chosen] >= best - NEAR_BEST
     assert all(value < best - NEAR_BEST for section, value in even.items() if section < chosen)
@@ -139,14 +121,8 @@ def test_a_section_is_one_head_at_least_and_one_group_without_a_mask(
     batch, heads, seqlen_q, seqlen_k, causal, Br, blocks
 ):
     heads_kv, group = heads
-    case = problem(
-        batch=batch,
-        heads_q=heads_kv * group,
-        heads_kv=heads_kv,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        causal=causal,
-    )
+    sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "causal": causal}
+    case = problem(batch=batch, heads_q=heads_kv * group, heads_kv=heads_kv, **sizes)
     section = persistent.section_heads(case, blocks=blocks, Br=Br, Bc=128)
     assert 1 <= section <= max(group, MOST_HEADS)
     assert causal or section == group

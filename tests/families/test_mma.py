@@ -57,15 +57,9 @@ def ragged_problem(
 ) -> Problem:
     """Return a problem with packed queries over a KV cache, which may be paged."""
     case = problem(dtype, head_dim, seqlen=seqlen, causal=causal)
-    layout = Layout(
-        kind="varlen",
-        total_q=2 * seqlen,
-        caches=0 if page_size else 5,
-        page_size=page_size,
-        pages=77 if page_size else 0,
-        max_pages=-(-seqlen // page_size) if page_size else 0,
-        **options,
-    )
+    pages = {"page_size": page_size, "pages": 77, "max_pages": -(-seqlen // (page_size or 1))}
+    cache = pages if page_size else {"caches": 5}
+    layout = Layout(kind="varlen", total_q=2 * seqlen, **cache, **options)
     return replace(case, heads_kv=case.heads_q // group, q_offset=0, layout=layout)
 
 
@@ -175,12 +169,9 @@ def test_a_tile_of_sequences_holds_the_rows_of_all_heads_that_share_keys(seqlen,
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_batch_invariant_tile_does_not_depend_on_lengths(head_dim):
-    tiles = {
-        mma.default_tile(
-            ragged_problem("float16", head_dim, seqlen=n, causal=False, batch_invariant=True), h100
-        )
-        for n in (1, 113, 1024, 8192)
-    }
+    options = {"causal": False, "batch_invariant": True}
+    cases = (ragged_problem("float16", head_dim, seqlen=n, **options) for n in (1, 113, 1024, 8192))
+    tiles = {mma.default_tile(case, h100) for case in cases}
     assert len(tiles) == 1
 
 
@@ -195,10 +186,7 @@ def formula(function: str) -> str:
     return " ".join(body[1].replace("/", "//").split())
 
 
-OFFSET, ADVANCE = (
-    compile(formula("offset"), "offset", "eval"),
-    compile(formula("advance"), "advance", "eval"),
-)
+OFFSET, ADVANCE = (compile(formula(name), name, "eval") for name in ("offset", "advance"))
 
 
 @dataclass(frozen=True)
@@ -254,9 +242,7 @@ def test_every_chunk_of_a_tile_has_a_place_of_its_own(chunks):
 def test_advancing_an_offset_is_the_offset_further_on(chunks):
     layout = SwizzledRows(chunks)
     for power in (1, 2, 4, 8):
-        steps = range(0, chunks - power + 1, power)
-        for row, chunk, step, rows in itertools.product(
-            (0, 3, 13), range(power), steps, (0, 8, 40)
-        ):
+        steps, moves = range(0, chunks - power + 1, power), (0, 8, 40)
+        for row, chunk, step, rows in itertools.product((0, 3, 13), range(power), steps, moves):
             moved = layout.advance(layout.offset(row, chunk), rows, step)
             assert moved == layout.offset(row + rows, chunk + step)

@@ -25,14 +25,11 @@ def problem(
     dtype: str = "float32", head_dim: int = 64, wrt: tuple[str, ...] = ("q", "k", "v"), **sizes: int
 ) -> Problem:
     sizes = {"batch": 2, "seqlen_q": 799, "seqlen_k": 701, "heads_q": 8, "heads_kv": 4} | sizes
-    forward = make_contiguous_problem(
-        dtype=dtype, **{"head_dim": head_dim, "head_dim_v": head_dim} | sizes
-    )
+    sizes = {"head_dim": head_dim, "head_dim_v": head_dim} | sizes
+    forward = make_contiguous_problem(dtype=dtype, **sizes)
+    dout, *inputs = (ArraySpec.contiguous(forward.shape_of(n), dtype) for n in ("out", *wrt))
     return with_gradient(
-        forward,
-        GradientSpec(wrt, dtype),
-        ArraySpec.contiguous(forward.shape_of("out"), dtype),
-        {name: ArraySpec.contiguous(forward.shape_of(name), dtype) for name in wrt},
+        forward, GradientSpec(wrt, dtype), dout, dict(zip(wrt, inputs, strict=True))
     )
 
 
@@ -94,13 +91,11 @@ def test_float32_needs_place_for_units_that_slopes_and_sinks_make_warps_find(
 
 
 def test_tiles_of_float32_are_made_into_images_first() -> None:
-    entries = {
-        dtype: [launch.entry for launch in mma.schedule(case, h200, TILE).launches]
-        for dtype in ("bfloat16", "float32")
-        for case in [problem(dtype)]
-    }
-    assert entries["bfloat16"] == [ROW_TERMS, KEY_GRADIENTS, QUERY_GRADIENTS]
-    assert entries["float32"] == [ROW_TERMS, PRESWIZZLED_TILES, KEY_GRADIENTS, QUERY_GRADIENTS]
+    def entries(dtype: str) -> list[str]:
+        return [launch.entry for launch in mma.schedule(problem(dtype), h200, TILE).launches]
+
+    assert entries("bfloat16") == [ROW_TERMS, KEY_GRADIENTS, QUERY_GRADIENTS]
+    assert entries("float32") == [ROW_TERMS, PRESWIZZLED_TILES, KEY_GRADIENTS, QUERY_GRADIENTS]
 
 
 def test_images_take_as_much_of_the_workspace_as_whole_tiles_of_the_inputs() -> None:
@@ -116,9 +111,8 @@ def test_images_take_as_much_of_the_workspace_as_whole_tiles_of_the_inputs() -> 
 def test_a_tile_of_float32_takes_the_shared_memory_of_its_images_and_of_pairs() -> None:
     keys, pairs, stage = 128 * 512 + 128, 128 * 32 * 4, 32 * (512 + 8) + 128
     assert mma.shared_memory(problem(), TILE) == keys + pairs + 2 * stage
-    assert mma.shared_memory(problem("bfloat16"), TILE) == 128 * 256 + 128 * 32 * 2 + 2 * (
-        32 * (256 + 8)
-    )
+    keys, pairs, stage = 128 * 256, 128 * 32 * 2, 32 * (256 + 8)
+    assert mma.shared_memory(problem("bfloat16"), TILE) == keys + pairs + 2 * stage
 
 
 def test_sections_are_of_one_size_and_larger_where_blocks_have_fewer_steps() -> None:
@@ -127,5 +121,5 @@ def test_sections_are_of_one_size_and_larger_where_blocks_have_fewer_steps() -> 
         one = dataclasses.replace(one, causal=causal)
         return mma.schedule(one, h200, mma.default_tile(one, h200)).section_heads
 
-    # 9 heads of 16 blocks each fill 132 SMs, but 64 heads in sections of 9 would leave one over.
+    # 9 heads of 16 blocks each fill 132 SMs, but 64 heads are 7 sections of 9, and one more.
     assert (section(causal=False), section(causal=True)) == (8, 16)

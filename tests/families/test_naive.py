@@ -15,16 +15,10 @@ h100 = device_for_arch("sm_90")
 
 
 def problem(dtype="float32", **sizes):
-    sizes = {
-        "batch": 2,
-        "seqlen_q": 113,
-        "seqlen_k": 203,
-        "heads_q": 6,
-        "heads_kv": 3,
-        "head_dim": 40,
-        "head_dim_v": 72,
-    } | sizes
-    return make_contiguous_problem(dtype=dtype, **sizes)
+    lengths = {"batch": 2, "seqlen_q": 113, "seqlen_k": 203, "heads_q": 6, "heads_kv": 3}
+    return make_contiguous_problem(
+        dtype=dtype, **(lengths | {"head_dim": 40, "head_dim_v": 72} | sizes)
+    )
 
 
 def test_it_is_never_chosen_unasked():

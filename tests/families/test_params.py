@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+from support.problems import dense_problem
 
 from cupy_flash.families.params import PARAMS_DTYPE, TENSOR_DTYPE, layout_assertions
-from cupy_flash.problem.problem import make_contiguous_problem
 
-PROBLEM = make_contiguous_problem(
-    dtype="float16",
-    batch=1,
-    seqlen_q=1,
-    seqlen_k=1,
-    heads_q=1,
-    heads_kv=1,
-    head_dim=8,
-    head_dim_v=8,
-)
+PROBLEM = dense_problem("float16", 1, 1, 1, 1, 1, 8, 8)
 
 
 def test_fields_lie_as_a_c_compiler_aligns_them():

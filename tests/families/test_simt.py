@@ -24,9 +24,8 @@ h100 = device_for_arch("sm_90")
 
 def problem(dtype="float32", head_dim=64, head_dim_v=None, **sizes):
     sizes = {"batch": 4, "seqlen_q": 799, "seqlen_k": 799, "heads_q": 16, "heads_kv": 8} | sizes
-    return make_contiguous_problem(
-        dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v or head_dim, **sizes
-    )
+    dims = {"head_dim": head_dim, "head_dim_v": head_dim_v or head_dim}
+    return make_contiguous_problem(dtype=dtype, **dims, **sizes)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -47,9 +46,8 @@ def test_every_architecture_has_a_default_tile_for_every_head_dim(arch, dtype):
 @pytest.mark.parametrize("dims", [(576, 512), (1, 512), (512, 1)])
 def test_float64_heads_that_do_not_fit_turing_are_refused_with_both_sizes(dims):
     reason = simt.why_not(problem("float64", *dims), device_for_arch(75))
-    assert re.fullmatch(
-        r"needs \d+ bytes of shared memory, and sm_75 allows 65536 per block", reason
-    )
+    words = r"needs \d+ bytes of shared memory, and sm_75 allows 65536 per block"
+    assert re.fullmatch(words, reason)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -128,14 +126,10 @@ def test_no_workspace_is_needed_where_keys_are_whole():
 
 
 def test_splits_never_get_less_than_two_key_tiles():
+    case = problem(batch=1, heads_q=1, heads_kv=1)
     for key_tiles in (1, 2, 3, 4, 7, 63, 64, 1000):
-        splits = split_kv.choose(
-            problem(batch=1, heads_q=1, heads_kv=1),
-            h100,
-            q_tiles=1,
-            key_tiles=key_tiles,
-            blocks_per_sm=2,
-        ).parts
+        sizes = {"q_tiles": 1, "key_tiles": key_tiles, "blocks_per_sm": 2}
+        splits = split_kv.choose(case, h100, **sizes).parts
         assert splits == 1 or key_tiles / splits >= split_kv.MIN_KEY_TILES
         assert splits <= split_kv.MAX_CHOSEN_PARTS
 
@@ -158,18 +152,14 @@ def test_a_section_is_at_least_one_group_and_at_most_all_heads():
     assert heads_in_l2(problem(seqlen_k=0), h100) == 4 * 16
 
 
-@given(
-    st.sampled_from(ARCHITECTURES),
-    st.integers(0, 2**20),
-    st.integers(1, 8),
-    st.integers(1, 8),
-    st.integers(1, 8),
-)
+numbers = st.integers(1, 8)
+
+
+@given(st.sampled_from(ARCHITECTURES), st.integers(0, 2**20), numbers, numbers, numbers)
 def test_a_section_is_whole_groups_between_one_and_all(arch, seqlen_k, batch, heads_kv, group):
     device = device_for_arch(arch)
-    case = problem(
-        "float16", batch=batch, heads_q=heads_kv * group, heads_kv=heads_kv, seqlen_k=seqlen_k
-    )
+    heads = {"heads_q": heads_kv * group, "heads_kv": heads_kv}
+    case = problem("float16", batch=batch, seqlen_k=seqlen_k, **heads)
     heads = heads_in_l2(case, device)
     assert heads % group == 0
     assert group <= heads <= batch * heads_kv * group
@@ -181,15 +171,9 @@ def ragged_problem(dtype="float32", head_dim=64, *, page_size=0, causal=True, **
     """Return a problem with packed queries over a KV cache, which may be paged."""
     options = {f: changes.pop(f) for f in ("num_splits", "batch_invariant") if f in changes}
     case = problem(dtype, head_dim, causal=causal, **changes)
-    layout = Layout(
-        kind="varlen",
-        total_q=2 * case.seqlen_q,
-        caches=0 if page_size else 5,
-        page_size=page_size,
-        pages=77 if page_size else 0,
-        max_pages=-(-799 // page_size) if page_size else 0,
-        **options,
-    )
+    pages = {"page_size": page_size, "pages": 77, "max_pages": -(-799 // (page_size or 1))}
+    cache = pages if page_size else {"caches": 5}
+    layout = Layout(kind="varlen", total_q=2 * case.seqlen_q, **cache, **options)
     return dataclasses.replace(case, q_offset=0, layout=layout)
 
 
@@ -221,11 +205,9 @@ def test_a_few_queries_of_many_heads_take_the_low_tile_only_where_their_rows_fit
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_batch_invariant_tile_does_not_depend_on_lengths(dtype):
     tiles = {
-        simt.default_tile(
-            ragged_problem(dtype, seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch_invariant=True), h100
-        )
+        simt.default_tile(ragged_problem(dtype, **lengths, batch_invariant=True), h100)
         for seqlen_q in (1, 5, 799)
-        for seqlen_k in (1, 8192)
+        for lengths in ({"seqlen_q": seqlen_q, "seqlen_k": n} for n in (1, 8192))
     }
     assert len(tiles) == 1
 

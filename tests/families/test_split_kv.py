@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.problems import dense_problem
 
 from cupy_flash.families import split_kv
 from cupy_flash.families.schedule import UNSPLIT, Split
@@ -23,23 +24,14 @@ h100 = device_for_arch("sm_90")
 
 
 def problem(**changes):
-    sizes = {
-        "dtype": "float16",
-        "batch": 2,
-        "seqlen_q": 113,
-        "seqlen_k": 203,
-        "heads_q": 6,
-        "heads_kv": 3,
-        "head_dim": 64,
-        "head_dim_v": 64,
-    }
+    lengths = {"batch": 2, "seqlen_q": 113, "seqlen_k": 203, "heads_q": 6, "heads_kv": 3}
+    sizes = {"dtype": "float16", "head_dim": 64, "head_dim_v": 64} | lengths
     return make_contiguous_problem(**(sizes | changes))
 
 
 def count(case, *, q_tiles, key_tiles, blocks_per_sm=1, device=h100, **options):
-    cut = split_kv.choose(
-        case, device, q_tiles=q_tiles, key_tiles=key_tiles, blocks_per_sm=blocks_per_sm, **options
-    )
+    tiles = {"q_tiles": q_tiles, "key_tiles": key_tiles, "blocks_per_sm": blocks_per_sm}
+    cut = split_kv.choose(case, device, **tiles, **options)
     assert cut == Split.into(cut.parts)
     return cut.parts
 
@@ -54,13 +46,8 @@ def count(case, *, q_tiles, key_tiles, blocks_per_sm=1, device=h100, **options):
 )
 def test_every_split_has_keys_of_its_own(arch, batch, heads, q_tiles, key_tiles, blocks_per_sm):
     case = problem(batch=batch, heads_q=heads, heads_kv=1)
-    splits = count(
-        case,
-        q_tiles=q_tiles,
-        key_tiles=key_tiles,
-        blocks_per_sm=blocks_per_sm,
-        device=device_for_arch(arch),
-    )
+    tiles = {"q_tiles": q_tiles, "key_tiles": key_tiles, "blocks_per_sm": blocks_per_sm}
+    splits = count(case, **tiles, device=device_for_arch(arch))
     assert 1 <= splits <= split_kv.MAX_CHOSEN_PARTS
     assert splits == 1 or splits * split_kv.MIN_KEY_TILES <= key_tiles
 
@@ -83,16 +70,7 @@ def test_splitting_never_makes_the_longest_slot_longer(blocks, key_tiles):
 
 
 def fused(dtype, seqlen_q, seqlen_k, heads, head_dim=128, family="mma"):
-    case = problem(
-        dtype=dtype,
-        batch=1,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        heads_q=heads,
-        heads_kv=heads,
-        head_dim=head_dim,
-        head_dim_v=head_dim,
-    )
+    case = dense_problem(dtype, 1, seqlen_q, seqlen_k, heads, heads, head_dim, head_dim)
     return make_plan(case, h100, family=family)
 
 
@@ -169,13 +147,8 @@ def test_the_workspace_holds_an_output_row_and_its_lse_for_each_split(dtype):
 
 @pytest.mark.parametrize(("changes_scores", "numbers"), [(True, 2), (False, 1)])
 def test_a_part_of_changed_scores_has_an_lse_of_two_numbers(changes_scores, numbers):
-    score = ScoreSpec(
-        *(None, None, False, False, False, True),
-        changes_scores=changes_scores,
-        masks_pairs=True,
-        cuda_source="",
-        dtype=np.dtype([]),
-    )
+    flags = (None, None, False, False, False, True, changes_scores, True)
+    score = ScoreSpec(*flags, cuda_source="", dtype=np.dtype([]))
     case = replace(problem(head_dim_v=72), score=score)
     assert split_kv.workspace(case, Split.into(3)) == 3 * (2 * 6 * 113) * (72 + numbers) * 4
 

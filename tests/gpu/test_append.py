@@ -9,52 +9,33 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.compilers import needs_compiler
 
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.families.params import TENSOR_DTYPE
-from cupy_flash.gpu.append import (
-    APPEND_DTYPE,
-    Append,
-    AppendSpec,
-    append_launch,
-    append_unit,
-    prepare,
-)
-from cupy_flash.gpu.compiler import compile_cubin, known_architectures, why_no_compiler
+from cupy_flash.gpu import append
+from cupy_flash.gpu.append import APPEND_DTYPE, Append, AppendSpec, append_launch, append_unit
+from cupy_flash.gpu.compiler import compile_cubin, known_architectures
 from cupy_flash.problem.arrays import DTYPES, ITEMSIZE, Scales
 from cupy_flash.problem.device import device_for_arch
 
 h100 = device_for_arch("sm_90")
-needs_nvrtc = pytest.mark.skipif(why_no_compiler() is not None, reason=str(why_no_compiler()))
 
+NOT_PAGED = {"caches": 5, "page_size": 0, "pages": 0, "max_pages": 0, "block_table_stride": 0}
+NOT_ROTARY = {"rotary_dim": 0, "rotary_rows": 0, "rotary_stride": 0, "rotary_dtype": "float32"}
 CONTIGUOUS = AppendSpec(
     dtype="float16",
-    batch=3,
-    seqlen_q=2,
-    seqlen_new=2,
-    heads_q=8,
-    heads_kv=2,
-    head_dim=128,
-    head_dim_v=64,
-    seqlen_cache=512,
+    **{"batch": 3, "seqlen_q": 2, "seqlen_new": 2, "seqlen_cache": 512, "heads_q": 8},
+    **{"heads_kv": 2, "head_dim": 128, "head_dim_v": 64},
+    **{"queries_advance": True, "rotary_interleaved": True, "alignment": 16},
+    rotary_alignment=16,
     q_strides=(2 * 8 * 128, 8 * 128, 128),
     k_strides=(2 * 2 * 128, 2 * 128, 128),
     v_strides=(2 * 2 * 64, 2 * 64, 64),
     k_cache_strides=(512 * 2 * 128, 2 * 128, 128),
     v_cache_strides=(512 * 2 * 64, 2 * 64, 64),
-    caches=5,
-    page_size=0,
-    pages=0,
-    max_pages=0,
-    block_table_stride=0,
-    rotary_dim=0,
-    rotary_rows=0,
-    rotary_stride=0,
-    rotary_dtype="float32",
-    rotary_interleaved=True,
-    queries_advance=True,
-    alignment=16,
-    rotary_alignment=16,
+    **NOT_PAGED,
+    **NOT_ROTARY,
 )
 PAGED = dataclasses.replace(
     CONTIGUOUS, caches=0, page_size=16, pages=99, max_pages=32, block_table_stride=40
@@ -140,24 +121,16 @@ def test_without_a_rotary_embedding_there_are_no_queries_for_the_kernel():
 
 def test_lengths_heads_and_masks_share_one_kernel():
     sizes = {"batch": 9, "seqlen_q": 7, "seqlen_new": 8, "heads_q": 4, "seqlen_cache": 99}
-    other = variant(
-        **sizes, caches=77, queries_advance=False, rotary_interleaved=False, rank=3, stripe=9
-    )
+    flags = {"queries_advance": False, "rotary_interleaved": False}
+    other = variant(**sizes, **flags, caches=77, rank=3, stripe=9)
     assert append_unit(other).text == append_unit(CONTIGUOUS).text
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"dtype": "bfloat16"},
-        {"head_dim": 96},
-        {"head_dim_v": 96},
-        {"page_size": 4},
-        {"alignment": 8},
-        {"ranks": 2},
-        {"ranks": 2, "stripe": 256},
-        {"total_new": 4},
-        ROTARY,
+        *({"dtype": "bfloat16"}, {"head_dim": 96}, {"head_dim_v": 96}, {"page_size": 4}),
+        *({"alignment": 8}, {"ranks": 2}, {"ranks": 2, "stripe": 256}, {"total_new": 4}, ROTARY),
     ],
 )
 def test_what_the_code_is_made_for_makes_a_kernel_of_its_own(changes):
@@ -221,11 +194,7 @@ def test_more_than_a_launch_takes_is_refused(changes, words):
             TypeError,
             "have dtype bfloat16; expected float16 or float32",
         ),
-        (
-            ROTARY | {"dtype": "float64", "rotary_dtype": "float32"},
-            TypeError,
-            "have dtype float32; expected float64",
-        ),
+        (ROTARY | {"dtype": "float64"}, TypeError, "have dtype float32; expected float64"),
         ({"head_dim": 577}, ValueError, "head_dim is 577; expected 1 to 576"),
         ({"head_dim_v": -1}, ValueError, "head_dim_v is -1; expected 0 to 576"),
         (ROTARY | {"rotary_dim": 63}, ValueError, "rotary_dim is 63; expected an even number"),
@@ -246,18 +215,18 @@ def test_more_than_a_launch_takes_is_refused(changes, words):
 )
 def test_what_the_kernel_does_not_compute_is_refused_by_name(changes, error, words):
     with pytest.raises(error, match=words):
-        prepare(variant(**changes), h100, NAMES)
+        append.prepare(variant(**changes), h100, NAMES)
 
 
 def test_an_architecture_before_turing_is_refused_by_name():
     volta = dataclasses.replace(h100, name="V100", arch=70)
     with pytest.raises(UnsupportedError, match="needs sm_75 or later, and V100 is sm_70"):
-        prepare(CONTIGUOUS, volta, NAMES)
+        append.prepare(CONTIGUOUS, volta, NAMES)
 
 
 @pytest.mark.parametrize("nothing", [{"batch": 0}, {"seqlen_new": 0}])
 def test_nothing_to_append_needs_no_kernel(nothing):
-    prepare(variant(**nothing), h100, NAMES).run((0,) * len(NAMES))
+    append.prepare(variant(**nothing), h100, NAMES).run((0,) * len(NAMES))
 
 
 # Compilation
@@ -270,7 +239,7 @@ def compile_spec(spec, arch="sm_90"):
 
 
 @pytest.mark.slow
-@needs_nvrtc
+@needs_compiler
 @pytest.mark.parametrize(
     ("arch", "dtype"), list(zip(known_architectures(), itertools.cycle(DTYPES), strict=False))
 )
@@ -283,7 +252,7 @@ def test_the_kernel_compiles_without_spills(arch, dtype):
     compile_spec(variant(PAGED, dtype=dtype, total_new=9, **rotary), arch)
 
 
-@needs_nvrtc
+@needs_compiler
 @pytest.mark.parametrize("rotary", [{}, ROTARY, ROTARY | {"total_new": 9}])
 @pytest.mark.parametrize("cache_dtype", [None, "int8", "float8_e4m3fn"])
 def test_keys_that_hold_the_values_are_all_that_is_appended(cache_dtype, rotary):
@@ -293,24 +262,15 @@ def test_keys_that_hold_the_values_are_all_that_is_appended(cache_dtype, rotary)
 
 
 @pytest.mark.slow
-@needs_nvrtc
+@needs_compiler
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_alignment_compiles_for_any_head_dim(dtype, interleaved):
     # Half rotary dims of 128, 3, 8 and 1: more than a 16-byte chunk, less than one, whole chunks.
     shapes = [(256, 256, 256), (37, 5, 6), (80, 128, 16), (2, 1, 2)]
     alignments = [a for a in (2, 4, 8, 16) if a >= ITEMSIZE[dtype]]
+    rotary = {"rotary_rows": 9, "rotary_dtype": dtype, "rotary_interleaved": interleaved}
     for (head_dim, head_dim_v, rotary_dim), alignment in zip(shapes, alignments * 4, strict=False):
-        compile_spec(
-            variant(
-                dtype=dtype,
-                head_dim=head_dim,
-                head_dim_v=head_dim_v,
-                rotary_dim=rotary_dim,
-                rotary_rows=9,
-                rotary_dtype=dtype,
-                rotary_interleaved=interleaved,
-                alignment=alignment,
-                rotary_alignment=alignment,
-            )
-        )
+        dims = {"head_dim": head_dim, "head_dim_v": head_dim_v, "rotary_dim": rotary_dim}
+        aligned = {"alignment": alignment, "rotary_alignment": alignment}
+        compile_spec(variant(dtype=dtype, **dims, **rotary, **aligned))

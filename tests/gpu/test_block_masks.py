@@ -1,8 +1,8 @@
-"""Block maps: their kernels, which run on the host here, and the maps that are kept."""
+"""Block maps: the kernels that build them, run on the host here, and the cache of built maps."""
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -346,14 +346,11 @@ def test_a_map_is_built_once_for_the_same_facts(cuda: FakeCuda) -> None:
 
 def test_other_facts_take_other_maps(cuda: FakeCuda) -> None:
     mod = documents()
-    specs = [SPEC] + [
-        SPEC._replace(**{name: value})
-        for name, value in (("Br", 32), ("Bc", 32), ("batch", 3), ("heads_q", 4), ("seqlen_q", 9))
-    ]
-    specs += [
-        SPEC._replace(**{name: value})
-        for name, value in (("seqlen_k", 9), ("q_offset", 1), ("causal", True), ("left", 4))
-    ]
+    changes = (
+        *(("Br", 32), ("Bc", 32), ("batch", 3), ("heads_q", 4), ("seqlen_q", 9)),
+        *(("seqlen_k", 9), ("q_offset", 1), ("causal", True), ("left", 4)),
+    )
+    specs = [SPEC, *(SPEC._replace(**{name: value}) for name, value in changes)]
     for spec in specs:
         map_of(mod, spec, "float16")
     map_of(mod, SPEC, "float64")
@@ -482,12 +479,8 @@ def test_strides_are_0_where_maps_are_shared(cuda: FakeCuda) -> None:
         strides[name] = (map.batch_stride, map.head_stride)
         MASKS[name].refresh()
     # Strides count row tiles, of which each head has 2.
-    assert strides == {
-        "window": (0, 0),
-        "documents": (2, 0),
-        "sizes of heads": (0, 2),
-        "both": (6, 2),
-    }
+    shared = {"window": (0, 0), "documents": (2, 0), "sizes of heads": (0, 2)}
+    assert strides == shared | {"both": (6, 2)}
 
 
 def test_more_blocks_than_a_grid_has_are_refused(cuda: FakeCuda) -> None:
@@ -498,14 +491,8 @@ def test_more_blocks_than_a_grid_has_are_refused(cuda: FakeCuda) -> None:
 
 def test_threads_that_ask_at_once_all_get_a_map(cuda: FakeCuda) -> None:
     mod, found = documents(), []
-    threads = [
-        threading.Thread(target=lambda: found.append(map_of(mod, SPEC, "float16")))
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        found += pool.map(lambda _: map_of(mod, SPEC, "float16"), range(4))
     assert len(found) == 4
     assert len(mod.kept_maps()) == 1
 

@@ -9,6 +9,8 @@ import re
 import shutil
 
 import pytest
+from support.compilers import needs_compiler
+from support.problems import dense_problem
 
 from cupy_flash.calls.check.check_mod import unit_of
 from cupy_flash.calls.gpu.block_masks import mask_text
@@ -29,20 +31,9 @@ from cupy_flash.mods.modification import MaskMod
 from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.arrays import Tensor, Tensors
 from cupy_flash.problem.device import Resources, device_for_arch
-from cupy_flash.problem.problem import make_contiguous_problem
 
 h100 = device_for_arch("sm_90")
-needs_nvrtc = pytest.mark.skipif(why_no_compiler() is not None, reason=str(why_no_compiler()))
-CASE = make_contiguous_problem(
-    dtype="float32",
-    batch=1,
-    seqlen_q=8,
-    seqlen_k=8,
-    heads_q=1,
-    heads_kv=1,
-    head_dim=8,
-    head_dim_v=8,
-)
+CASE = dense_problem("float32", 1, 8, 8, 1, 1, 8, 8)
 UNIT = make_plan(CASE, h100, family="naive").unit
 OLD_NVRTC = "NVRTC 11.8 is too old; 12.0 or newer is needed"
 
@@ -64,12 +55,8 @@ def test_a_unit_includes_one_kernel_file_and_names_one_config(family):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"dtype": "float16"},
-        {"causal": True},
-        {"head_dim": 16},
-        {"head_dim_v": 16},
-        {"softmax_scale": -1.0},
-        {"tensors": CASE.aligned(4).tensors},
+        *({"dtype": "float16"}, {"causal": True}, {"head_dim": 16}, {"head_dim_v": 16}),
+        *({"softmax_scale": -1.0}, {"tensors": CASE.aligned(4).tensors}),
         {"tensors": CASE.aligned(16, 4).tensors},
     ],
 )
@@ -81,11 +68,7 @@ def test_what_the_kernel_is_specialized_for_changes_the_unit(changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"seqlen_q": 9},
-        {"seqlen_k": 9},
-        {"batch": 2},
-        {"heads_q": 4},
-        {"softmax_scale": 0.1},
+        *({"seqlen_q": 9}, {"seqlen_k": 9}, {"batch": 2}, {"heads_q": 4}, {"softmax_scale": 0.1}),
         {"tensors": Tensors(**{**CASE.tensors, "q": Tensor("float32", (100, 50, 25), 16)})},
     ],
 )
@@ -94,14 +77,14 @@ def test_what_is_an_argument_leaves_the_unit_as_it_is(changes):
     assert plan.unit == UNIT
 
 
-@needs_nvrtc
+@needs_compiler
 def test_a_struct_that_is_laid_out_otherwise_than_the_dtype_does_not_compile():
     text = UNIT.text.replace("sizeof(Params) == ", "sizeof(Params) == 8 + ")
     with pytest.raises(CompileError, match=r"static assertion|static_assert"):
         compile_cubin(dataclasses.replace(UNIT, text=text), h100)
 
 
-@needs_nvrtc
+@needs_compiler
 def test_a_compile_error_shows_what_the_compilers_log_and_the_numbered_unit():
     broken = dataclasses.replace(UNIT, text=UNIT.text + "this is no C++\n")
     with pytest.raises(CompileError) as caught:
@@ -113,7 +96,7 @@ def test_a_compile_error_shows_what_the_compilers_log_and_the_numbered_unit():
         assert f"{number:4} {line}" in message.splitlines()
 
 
-@needs_nvrtc
+@needs_compiler
 def test_an_architecture_that_the_compiler_does_not_know_is_told_those_it_does(monkeypatch):
     from cupy.cuda import nvrtc
 
@@ -123,7 +106,7 @@ def test_an_architecture_that_the_compiler_does_not_know_is_told_those_it_does(m
         compile_cubin(UNIT, h100)
 
 
-@needs_nvrtc
+@needs_compiler
 def test_an_nvrtc_that_is_too_old_is_named_with_the_one_that_is_needed(monkeypatch):
     from cupy.cuda import nvrtc
 
@@ -136,14 +119,13 @@ def test_an_nvrtc_that_is_too_old_is_named_with_the_one_that_is_needed(monkeypat
 
 def test_an_nvrtc_that_cannot_be_loaded_is_told_with_the_reason(monkeypatch):
     nvrtc = pytest.importorskip("cupy.cuda").nvrtc
+    reason = "libnvrtc.so.13: cannot open shared object file"
 
     def missing():
-        raise RuntimeError("libnvrtc.so.13: cannot open shared object file")
+        raise RuntimeError(reason)
 
     monkeypatch.setattr(nvrtc, "getVersion", missing)
-    assert why_no_compiler() == (
-        "NVRTC cannot be loaded: libnvrtc.so.13: cannot open shared object file"
-    )
+    assert why_no_compiler() == f"NVRTC cannot be loaded: {reason}"
 
 
 def test_the_compilers_report_is_read_per_kernel():
@@ -182,11 +164,8 @@ def test_texts_of_units_tell_of_the_headers_that_modifications_stand_behind(
         contract.source_digest.cache_clear()
         block_map = block_mask_unit(mask_text(mod, "float32"), arguments_dtype(mod.specs, "float"))
         families = [family for kind in FAMILIES.values() for family in kind.values()]
-        return [
-            unit_of(mod).text,
-            block_map.text,
-            *(f"{family.name} {family.digest()}" for family in families),
-        ]
+        digests = (f"{family.name} {family.digest()}" for family in families)
+        return [unit_of(mod).text, block_map.text, *digests]
 
     before = texts()
     shutil.copytree(contract.KERNEL_DIR, tmp_path / "kernels")
@@ -256,10 +235,15 @@ def test_a_cache_that_cannot_be_written_is_warned_of_once_and_done_without(
     assert record.getMessage().startswith(f"{tmp_path} cannot be written")
 
 
-def test_a_prebuilt_kernel_is_loaded_without_a_compiler(raw_module, monkeypatch, tmp_path):
+@pytest.fixture
+def old_nvrtc(monkeypatch):
     from cupy.cuda import nvrtc
 
     monkeypatch.setattr(nvrtc, "getVersion", lambda: (11, 8))
+
+
+@pytest.mark.usefixtures("raw_module", "old_nvrtc")
+def test_a_prebuilt_kernel_is_loaded_without_a_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv(compiler.CUBINS_VARIABLE, str(tmp_path))
     path = tmp_path / prebuilt_name(UNIT, h100)
     path.write_bytes(b"\x7fELF")
@@ -268,10 +252,8 @@ def test_a_prebuilt_kernel_is_loaded_without_a_compiler(raw_module, monkeypatch,
     assert origin == f"prebuilt in {tmp_path}"
 
 
-def test_without_a_usable_compiler_loading_says_so(raw_module, monkeypatch):
-    from cupy.cuda import nvrtc
-
-    monkeypatch.setattr(nvrtc, "getVersion", lambda: (11, 8))
+@pytest.mark.usefixtures("raw_module", "old_nvrtc")
+def test_without_a_usable_compiler_loading_says_so():
     with pytest.raises(CompileError, match=f"{UNIT.title} for sm_90: {OLD_NVRTC}"):
         compiler._load_module(UNIT, h100)
 

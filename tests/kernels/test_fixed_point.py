@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import math
-import shutil
-import subprocess
 from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.host_programs import build, needs_host_compiler
 
-from cupy_flash.families.contract import KERNEL_DIR
-
-FOLDER = Path(__file__).resolve().parent / "on_cpu"
-COMPILER = shutil.which("g++")
-
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the kernel's code with")
+pytestmark = needs_host_compiler
 
 # Number of elements that sums go to: more than a thread block has slots.
 ELEMENTS = 1300
@@ -30,11 +23,8 @@ AddUp = Callable[..., tuple[np.ndarray, np.ndarray]]
 @pytest.fixture(scope="module")
 def add_up(tmp_path_factory: pytest.TempPathFactory) -> AddUp:
     """Return a function that adds numbers to elements: it returns integer sums and their values."""
-    library = tmp_path_factory.mktemp("cpu") / "fixed_point.so"
-    options = ["-std=c++20", "-O1", "-shared", "-fPIC", "-fwrapv", "-ffp-contract=off"]
-    options += [f"-I{KERNEL_DIR}", f"-I{FOLDER}"]
-    source = str(FOLDER / "fixed_point.cpp")
-    subprocess.run([str(COMPILER), *options, source, "-o", str(library)], check=True)
+    options = ("-shared", "-fPIC", "-fwrapv", "-ffp-contract=off")
+    library = build("fixed_point", tmp_path_factory.mktemp("cpu") / "fixed_point.so", *options)
     loaded = ctypes.CDLL(str(library))
 
     def run(
@@ -43,13 +33,11 @@ def add_up(tmp_path_factory: pytest.TempPathFactory) -> AddUp:
         is_float = numbers.dtype == np.float32
         most = float(abs(numbers).max()) if largest is None else largest
         sums, values = np.zeros((ELEMENTS, 2), np.int64), np.empty(ELEMENTS)
-        pointers: list[Any] = [
-            x.ctypes.data_as(ctypes.c_void_p) for x in (numbers, elements, sums, values)
-        ]
+        arrays = (numbers, elements, sums, values)
+        pointers: list[Any] = [x.ctypes.data_as(ctypes.c_void_p) for x in arrays]
+        add = loaded.add_floats if is_float else loaded.add_doubles
         real = ctypes.c_float if is_float else ctypes.c_double
-        (loaded.add_floats if is_float else loaded.add_doubles)(
-            *pointers[:2], len(numbers), real(most), bits, *pointers[2:], ELEMENTS
-        )
+        add(*pointers[:2], len(numbers), real(most), bits, *pointers[2:], ELEMENTS)
         return sums, values
 
     return run

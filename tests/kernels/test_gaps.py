@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 from support.draws import few_then_slow
+from support.host_programs import HostProgram, needs_host_compiler
 
 from cupy_flash.arrays.sequences import find_queries, unassigned_rows
-from cupy_flash.families.contract import KERNEL_DIR
 
-FOLDER = Path(__file__).resolve().parent / "on_cpu"
-COMPILER = shutil.which("g++")
-
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the kernel's code with")
+pytestmark = needs_host_compiler
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the path of the compiled program, which prints the rows assigned to each warp."""
-    program = tmp_path_factory.mktemp("cpu") / "gaps"
-    options = ["-std=c++20", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    options += [f"-I{KERNEL_DIR}", f"-I{FOLDER}"]
-    source = str(FOLDER / "gaps.cpp")
-    subprocess.run([str(COMPILER), *options, source, "-o", str(program)], check=True)
-    return program
+def program(tmp_path_factory: pytest.TempPathFactory) -> HostProgram:
+    """Return the compiled program, which prints the rows assigned to each warp."""
+    return HostProgram("gaps", tmp_path_factory)
 
 
 Batch = tuple[int, int, int, np.ndarray]  # total_q, max_seqlen_q, warps, cu_seqlens_q
@@ -67,22 +56,19 @@ def unowned_rows(total: int, longest: int, starts: np.ndarray) -> list[int]:
 # Each batch takes 0.2 s, because the kernel's code is compiled with sanitizers.
 @pytest.mark.parametrize("count", few_then_slow([10, 300], 1))
 def test_exactly_the_rows_of_no_sequence_are_listed(
-    program: Path, make_batches: Callable[[int], list[Batch]], count: int
+    program: HostProgram, make_batches: Callable[[int], list[Batch]], count: int
 ) -> None:
     batches = make_batches(count)
-    lines = "".join(
-        f"{len(starts) - 1} {total} {longest} {warps} {' '.join(map(str, starts))}\n"
+    lines = (
+        f"{len(starts) - 1} {total} {longest} {warps} {' '.join(map(str, starts))}"
         for total, longest, warps, starts in batches
     )
-    done = subprocess.run([str(program)], input=lines, capture_output=True, text=True, check=True)
-    found = [[int(row) for row in line.split()] for line in done.stdout.splitlines()]
-    assert len(found) == 2 * len(batches)
-    for (total, longest, _, starts), of_all, around in zip(
-        batches, found[::2], found[1::2], strict=True
-    ):
+    found = [rows[:, 0].tolist() for rows in program.rows(lines, 1)]
+    pairs = zip(found[::2], found[1::2], strict=True)
+    for (total, longest, _, starts), listings in zip(batches, pairs, strict=True):
         expected = unowned_rows(total, longest, starts)
         decreases = bool((np.diff(np.clip(starts, 0, total)) < 0).any())
-        for rows in (of_all, around):
+        for rows in listings:
             # If cu_seqlens_q decreases, gaps may overlap, and rows may appear twice.
             assert (sorted(set(rows)) if decreases else sorted(rows)) == expected, starts
 

@@ -58,25 +58,18 @@ QUICK = [next(u for u in UNITS if u[0] == "simt")]
 
 
 @pytest.mark.parametrize(
-    ("family", "arch", "dtype", "head_dim", "spilled", "options"),
+    "unit",
     [
         pytest.param(
-            *unit,
+            unit,
             id=f"{' '.join(map(str, unit[:4]))} {'+'.join(unit[-1])}",
             marks=() if any(unit is quick for quick in QUICK) else pytest.mark.slow,
         )
         for unit in UNITS
     ],
 )
-def test_a_unit_of_gradients_compiles(
-    compile_pool: ProcessPoolExecutor,
-    family: str,
-    arch: str,
-    dtype: str,
-    head_dim: int,
-    spilled: int,
-    options: dict[str, Any],
-) -> None:
+def test_a_unit_of_gradients_compiles(compile_pool: ProcessPoolExecutor, unit: Any) -> None:
+    family, arch, dtype, head_dim, spilled, options = unit
     device = device_for_arch(arch)
     if device.arch not in known_architectures():
         pytest.skip(f"this NVRTC does not know {arch}")

@@ -5,28 +5,23 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import shutil
-import subprocess
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
+from support.host_programs import HostProgram, needs_host_compiler
 
-from cupy_flash.families.contract import KERNEL_DIR, score_config
+from cupy_flash.families.contract import score_config
 from cupy_flash.families.decode import DecodeFamily, DecodeTile
 from cupy_flash.families.schedule import EVEN, Schedule, Split
 from cupy_flash.problem.arrays import ArraySpec
 from cupy_flash.problem.device import device_for_arch
-from cupy_flash.problem.problem import Problem, make_contiguous_problem, make_problem
+from cupy_flash.problem.problem import Problem, make_problem
 
-FOLDER = Path(__file__).resolve().parent / "on_cpu"
-COMPILER = shutil.which("g++")
-
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the kernel's code with")
+pytestmark = needs_host_compiler
 
 decode = DecodeFamily()
 
@@ -205,43 +200,22 @@ def problem_of(
     heads_q = heads_kv * kind.group
     q, keys = spec(batch, seqlen_q, heads_q, kind.head_dim), (heads_kv, kind.head_dim)
     if kind.layout == "dense":
-        return make_contiguous_problem(
-            dtype="float16",
-            batch=batch,
-            seqlen_q=seqlen_q,
-            seqlen_k=seqlen_k,
-            heads_q=heads_q,
-            heads_kv=heads_kv,
-            head_dim=kind.head_dim,
-            head_dim_v=kind.head_dim,
-        )
+        k = spec(batch, seqlen_k, *keys)
+        return make_problem(q, k, k)
     if kind.layout == "paged":
         page_size = 8
         table = (-(-seqlen_k // page_size), 1000)
         pages = spec(5, page_size, *keys)
         return make_problem(q, pages, pages, kind="kvcache", block_table=table, new_keys=new_keys)
     if kind.layout == "cache":
-        cache = spec(batch + 3, seqlen_k, *keys)
-        return make_problem(
-            q,
-            cache,
-            cache,
-            kind="kvcache",
-            chosen_caches=True,
-            new_keys=new_keys,
-            num_splits=kind.num_splits,
-        )
+        cache, of_cache = spec(batch + 3, seqlen_k, *keys), {"chosen_caches": True}
+        options = {"new_keys": new_keys, "num_splits": kind.num_splits}
+        return make_problem(q, cache, cache, kind="kvcache", **of_cache, **options)
     packed = spec(1, batch * seqlen_k, *keys)
-    return make_problem(
-        spec(1, batch * seqlen_q, heads_q, kind.head_dim),
-        packed,
-        packed,
-        kind="varlen",
-        batch=batch,
-        max_seqlen_q=seqlen_q,
-        max_seqlen_k=seqlen_k,
-        num_splits=kind.num_splits,
-    )
+    packed_q = spec(1, batch * seqlen_q, heads_q, kind.head_dim)
+    longest = {"max_seqlen_q": seqlen_q, "max_seqlen_k": seqlen_k}
+    options = {"batch": batch, "num_splits": kind.num_splits}
+    return make_problem(packed_q, packed, packed, kind="varlen", **longest, **options)
 
 
 def random_batch(rng: np.random.Generator, kind: Kind) -> Batch:
@@ -251,14 +225,8 @@ def random_batch(rng: np.random.Generator, kind: Kind) -> Batch:
     seqlen_k = int(rng.choice([1, 16, 17, 203, 799]))
     seqlen_q = int(rng.integers(1, 4))
     appended = bool(kind.layout in ("cache", "paged") and rng.integers(2))
-    problem = problem_of(
-        kind,
-        batch=count,
-        heads_kv=int(rng.integers(1, 4)),
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        new_keys=min(seqlen_q, seqlen_k) * appended,
-    )
+    sizes = {"heads_kv": int(rng.integers(1, 4)), "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    problem = problem_of(kind, batch=count, **sizes, new_keys=min(seqlen_q, seqlen_k) * appended)
     batch = Batch(kind, problem, sm_count, keys=int(rng.integers(0, seqlen_k + 1)))
     if kind.layout == "dense":
         return batch
@@ -288,37 +256,18 @@ def configs() -> str:
         fields = "".join(f"static constexpr int {n} = {int(v)}; " for n, v in members.items())
         lines.append(f"struct Config{index} {{ {fields}}};")
         cases.append(f"case {index}: Call<Config{index}>::print(p); return true;")
-    return "\n".join(
-        [
-            *lines,
-            "template <template <class> class Call>",
-            "bool with_config(int config, const Params& p) {",
-            "  switch (config) {",
-            *cases,
-            "  }",
-            "  return false;",
-            "}",
-        ]
-    )
+    head = "template <template <class> class Call>\nbool with_config(int config, const Params& p) {"
+    return "\n".join([*lines, head, "switch (config) {", *cases, "}", "return false;", "}"])
 
 
 @pytest.fixture(scope="module")
 def partitions(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("cpu")
     (folder / "kv_partition_configs.h").write_text(configs(), encoding="utf-8")
-    options = ["-std=c++20", "-O1", "-fsanitize=address,undefined"]
-    options += ["-fno-sanitize-recover=all"]
-    options += [f"-I{path}" for path in (KERNEL_DIR, FOLDER, folder)]
-    program, source = folder / "kv_partition", FOLDER / "kv_partition.cpp"
-    subprocess.run([str(COMPILER), *options, str(source), "-o", str(program)], check=True)
+    program = HostProgram("kv_partition", tmp_path_factory, f"-I{folder}")
 
     def run(batches: list[Batch]) -> list[Partition]:
-        lines = "".join(batch.text_line + "\n" for batch in batches)
-        done = subprocess.run(
-            [str(program)], input=lines, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        launches = done.stdout.split("\n\n")[:-1]
+        launches = program.output(batch.text_line for batch in batches).split("\n\n")[:-1]
         assert len(launches) == len(batches)
         return [_partition(text.splitlines()) for text in launches]
 
@@ -327,22 +276,20 @@ def partitions(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def _partition(lines: list[str]) -> Partition:
     *partial_tiles, keys = lines
-    return Partition(
-        [
-            _partial_tile([int(number) for number in text_line.split()])
-            for text_line in partial_tiles
-        ],
-        int(keys),
-    )
+    numbers = ([int(number) for number in line.split()] for line in partial_tiles)
+    return Partition([_partial_tile(each) for each in numbers], int(keys))
 
 
 def _partial_tile(numbers: list[int]) -> PartialTile:
     fixed = len(dataclasses.fields(PartialTile)) - 1
-    fields = len(MergeGroup._fields)
-    merge_groups = range(fixed, len(numbers), fields)
-    return PartialTile(
-        *numbers[:fixed], tuple(MergeGroup(*numbers[i : i + fields]) for i in merge_groups)
-    )
+    groups = np.reshape(numbers[fixed:], (-1, len(MergeGroup._fields))).tolist()
+    return PartialTile(*numbers[:fixed], tuple(MergeGroup(*group) for group in groups))
+
+
+def assert_is_whole(batch: Batch, partition: Partition) -> None:
+    """Assert that the partial tiles are a partition, and that no two results share a slot."""
+    assert_is_a_partition(batch, partition)
+    assert_slots_are_distinct(batch, partition)
 
 
 def assert_is_a_partition(batch: Batch, partition: Partition) -> None:
@@ -356,20 +303,10 @@ def assert_is_a_partition(batch: Batch, partition: Partition) -> None:
         assert len({partial_tile.results for partial_tile in partial_tiles}) == 1
         for those in results:
             assert [partial_tile.number for partial_tile in those] == list(range(those[0].count))
-            assert (
-                len(
-                    {
-                        (partial_tile.count, partial_tile.first_cta_rank, partial_tile.slot)
-                        for partial_tile in those
-                    }
-                )
-                == 1
-            )
+            assert len({(tile.count, tile.first_cta_rank, tile.slot) for tile in those}) == 1
         assert_is_sliced_where_all_merge(batch, partition, partial_tiles)
-        assert [partial_tile.begin for partial_tile in partial_tiles] == [
-            0,
-            *(partial_tile.end for partial_tile in partial_tiles[:-1]),
-        ]
+        ends = [partial_tile.end for partial_tile in partial_tiles]
+        assert [partial_tile.begin for partial_tile in partial_tiles] == [0, *ends[:-1]]
         assert partial_tiles[-1].end == units[output_tile]
         for partial_tile in partial_tiles:
             assert (partial_tile.seqlen_q, partial_tile.seqlen_k) == lengths[partial_tile.batch]
@@ -378,21 +315,14 @@ def assert_is_a_partition(batch: Batch, partition: Partition) -> None:
 def assert_is_sliced_where_all_merge(
     batch: Batch, partition: Partition, partial_tiles: list[PartialTile]
 ) -> None:
-    """Assert that is_sliced is true exactly if all blocks of the clusters have the tile last."""
+    """Assert that `is_sliced` says if all blocks of these clusters process the output tile last."""
     size = batch.kind.tile.cluster
-    last = {
-        (partial_tile.x, partial_tile.y, partial_tile.z): partial_tile.output_tile
-        for partial_tile in partition.partial_tiles
-    }
+    last = {(tile.x, tile.y, tile.z): tile.output_tile for tile in partition.partial_tiles}
     cta_indices = {partial_tile.z for partial_tile in partial_tiles}
-    whole = size > 1 and all(
-        other in cta_indices
-        for z in cta_indices
-        for other in range(z - z % size, z - z % size + size)
-    )
+    clusters = (range(z - z % size, z - z % size + size) for z in cta_indices if size > 1)
+    whole = size > 1 and all(other in cta_indices for cluster in clusters for other in cluster)
     expected = whole and all(
-        last[partial_tile.x, partial_tile.y, partial_tile.z] == partial_tile.output_tile
-        for partial_tile in partial_tiles
+        last[tile.x, tile.y, tile.z] == tile.output_tile for tile in partial_tiles
     )
     assert {partial_tile.is_sliced for partial_tile in partial_tiles} == {expected}
 
@@ -403,11 +333,8 @@ def assert_slots_are_distinct(batch: Batch, partition: Partition) -> None:
     slices = max(1, schedule.launches[0].cluster)
     slice_columns = -(-batch.kind.head_dim // (4 * slices)) * 4
     slot_bytes = batch.kind.tile.Br * max(batch.kind.head_dim + 8, slices * (slice_columns + 4)) * 4
-    left = [
-        partial_tile
-        for partial_tile in partition.partial_tiles
-        if partial_tile.results > 1 and partial_tile.number == 0
-    ]
+    tiles = partition.partial_tiles
+    left = [tile for tile in tiles if tile.results > 1 and tile.number == 0]
     slots = [partial_tile.slot for partial_tile in left]
     assert len(set(slots)) == len(slots)
     slot_count = schedule.workspace // slot_bytes
@@ -415,11 +342,7 @@ def assert_slots_are_distinct(batch: Batch, partition: Partition) -> None:
     counters = []
     for partial_tiles in partition.by_output_tile().values():
         if partial_tiles[0].results > 1:
-            ways = [
-                partial_tile.merge_groups
-                for partial_tile in partial_tiles
-                if partial_tile.number == 0
-            ]
+            ways = [tile.merge_groups for tile in partial_tiles if tile.number == 0]
             counters += assert_tree_covers_all_results(ways)
     assert len(set(counters)) == len(counters)
     assert all(0 <= counter < schedule.counters // slices for counter in counters)
@@ -450,8 +373,7 @@ def assert_tree_covers_all_results(ways: list[tuple[MergeGroup, ...]]) -> list[i
 def test_every_kv_unit_is_processed_once_and_slots_of_results_are_distinct(partitions, rng, kind):
     batches = [random_batch(rng, kind) for _ in range(8)]
     for batch, partition in zip(batches, partitions(batches), strict=True):
-        assert_is_a_partition(batch, partition)
-        assert_slots_are_distinct(batch, partition)
+        assert_is_whole(batch, partition)
         assert partition.total_keys >= batch.problem.heads_kv * sum(k for _, k in batch.lengths())
 
 
@@ -464,34 +386,24 @@ def test_work_ranges_are_equal_and_partial_tiles_of_an_output_tile_are_adjacent(
         tile, work = batch.kind.tile, defaultdict(list)
         for partial_tile in partition.partial_tiles:
             assert (partial_tile.row_tile, partial_tile.head_kv) == (partial_tile.x, partial_tile.y)
-            assert (
-                partial_tile.z % max(1, tile.cluster)
-                == partial_tile.first_cta_rank + partial_tile.number
-            )
+            rank = partial_tile.first_cta_rank + partial_tile.number
+            assert partial_tile.z % max(1, tile.cluster) == rank
             work[partial_tile.x, partial_tile.y, partial_tile.z].append(partial_tile)
         *_, cta_indices = batch.grid
-        text_line = sum(
-            units for (_, *output_tile), units in batch.units().items() if output_tile == [0, 0]
-        )
+        first = [units for (_, *place), units in batch.units().items() if place == [0, 0]]
+        total = sum(first)
         cluster = tile.cluster or cta_indices
-        range_units = -(-text_line // (cluster if text_line <= 3 * tile.cluster else cta_indices))
+        range_units = -(-total // (cluster if total <= 3 * tile.cluster else cta_indices))
         for block, partial_tiles in work.items():
-            taken_units = sum(
-                partial_tile.end - partial_tile.begin for partial_tile in partial_tiles
-            )
-            assert taken_units == min(range_units, text_line - range_units * block[2])
+            taken_units = sum(each.end - each.begin for each in partial_tiles)
+            assert taken_units == min(range_units, total - range_units * block[2])
             # Partial tiles are consecutive, so that only the first and the last can be split.
             order = [(partial_tile.batch, partial_tile.begin) for partial_tile in partial_tiles]
             assert order == sorted(order)
             assert all(partial_tile.count == 1 for partial_tile in partial_tiles[1:-1])
             # A CTA of a cluster can receive the results of one output tile.
-            assert (
-                sum(
-                    partial_tile.number == 0 and partial_tile.count > 1
-                    for partial_tile in partial_tiles
-                )
-                <= 1
-            )
+            received = [each for each in partial_tiles if each.number == 0 and each.count > 1]
+            assert len(received) <= 1
 
 
 def test_a_work_range_far_into_a_large_batch_has_the_right_sequence(partitions):
@@ -502,8 +414,7 @@ def test_a_work_range_far_into_a_large_batch_has_the_right_sequence(partitions):
     lengths[129] = lengths[259] = 799
     batch = Batch(kind, problem, 5, seqused_k=tuple(lengths))
     (partition,) = partitions([batch])
-    assert_is_a_partition(batch, partition)
-    assert_slots_are_distinct(batch, partition)
+    assert_is_whole(batch, partition)
     assert {partial_tile.z for partial_tile in partition.partial_tiles} == set(range(5))
 
 
@@ -523,8 +434,7 @@ def test_many_results_are_merged_as_a_tree(partitions, kind, sm_count, levels):
     problem = problem_of(kind, batch=1, heads_kv=1, seqlen_q=1, seqlen_k=2000)
     batch = Batch(kind, problem, sm_count, keys=2000)
     (partition,) = partitions([batch])
-    assert_is_a_partition(batch, partition)
-    assert_slots_are_distinct(batch, partition)
+    assert_is_whole(batch, partition)
     assert {len(partial_tile.merge_groups) for partial_tile in partition.partial_tiles} == {levels}
 
 
@@ -536,8 +446,7 @@ def test_fewer_thread_blocks_than_splits_process_several_each(partitions, rng):
         whole = random_batch(rng, kind)
         few = OnFewBlocks(**whole.__dict__)
         (partition,) = partitions([few])
-        assert_is_a_partition(few, partition)
-        assert_slots_are_distinct(few, partition)
+        assert_is_whole(few, partition)
 
 
 def test_few_units_go_to_one_cluster(partitions):
@@ -548,6 +457,5 @@ def test_few_units_go_to_one_cluster(partitions):
         batch = Batch(kind, problem, 40, keys=keys)
         assert batch.grid == (2, 1, 16)
         (partition,) = partitions([batch])
-        assert_is_a_partition(batch, partition)
-        assert_slots_are_distinct(batch, partition)
+        assert_is_whole(batch, partition)
         assert {partial_tile.z for partial_tile in partition.partial_tiles} == set(range(blocks))

@@ -6,39 +6,29 @@ The kernel's code runs on the host.
 from __future__ import annotations
 
 import itertools
-import shutil
-import subprocess
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support.draws import few_then_slow
+from support.host_programs import HostProgram, needs_host_compiler
 
-from cupy_flash.families.contract import KERNEL_DIR
 from cupy_flash.problem.mask import Mask
 
-FOLDER = Path(__file__).resolve().parent / "on_cpu"
-COMPILER = shutil.which("g++")
 UNIT = 128
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the kernel's code with")
+pytestmark = needs_host_compiler
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    program = tmp_path_factory.mktemp("cpu") / "kv_partition_window"
-    options = ["-std=c++20", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    options += [f"-I{path}" for path in (KERNEL_DIR, FOLDER)]
-    source = FOLDER / "kv_partition_window.cpp"
-    subprocess.run([str(COMPILER), *options, str(source), "-o", str(program)], check=True)
-    return program
+def program(tmp_path_factory: pytest.TempPathFactory) -> HostProgram:
+    return HostProgram("kv_partition_window", tmp_path_factory)
 
 
 @pytest.mark.parametrize("batch", few_then_slow([8, 1, 2, 33, 70], 1))
 def test_every_unit_from_the_first_visible_key_on_is_processed_once(
-    program: Path, batch: int, rng: Any
+    program: HostProgram, batch: int, rng: Any
 ) -> None:
     keys = int(rng.integers(1, 9000))
     positions = [
@@ -52,15 +42,11 @@ def test_every_unit_from_the_first_visible_key_on_is_processed_once(
         for left, blocks in itertools.product((0, 511), (4, 32, 132))
         for offsets in positions
     ]
-    lines = [
+    lines = (
         " ".join(map(str, (of, has, batch, keys, left, blocks, *offsets)))
         for of, has, left, blocks, offsets in launches
-    ]
-    done = subprocess.run(
-        [str(program)], input="\n".join(lines), capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    results = done.stdout.split("\n\n")[:-1] if done.stdout.strip() else []
+    results = program.output(lines).split("\n\n")[:-1]
     assert len(results) == len(launches)
     for (*_, left, _, offsets), text in zip(launches, results, strict=True):
         units: dict[int, list[int]] = defaultdict(list)

@@ -39,13 +39,9 @@ TROUBLE = re.compile(r"C7[56]\d\d|serializ|setmaxnreg|warning", re.IGNORECASE)
 
 # The first sm_90 kernel of each family; compiling all kernels takes minutes. Backward kernels have
 # a quick test in test_gradient_units.py.
-QUICK = list(
-    {
-        kernel.family: kernel
-        for kernel in reversed(TESTED)
-        if kernel.arch == 90 and kernel.family in ("decode", "mma", "simt")
-    }.values()
-)
+QUICK_FAMILIES = ("decode", "mma", "simt")
+OF_SM_90 = [each for each in reversed(TESTED) if each.arch == 90 and each.family in QUICK_FAMILIES]
+QUICK = list({kernel.family: kernel for kernel in OF_SM_90}.values())
 EACH = [
     pytest.param(
         kernel,
@@ -301,11 +297,7 @@ def test_a_family_of_a_record_is_stamped_anew_beside_one_that_changed(
     ],
 )
 def test_a_row_names_the_kernel_of_what_its_provider_serves(
-    provider: str,
-    given: dict[str, Any],
-    served: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    provider: str, given: Any, served: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = row(provider, 512, 1.0, kernel_digest=FORMER, tile={"Br": 64, "Bc": 64}, **given)
     ((_, _, (kernel,)),) = recorded(write(tmp_path / "h100.json", [found]), monkeypatch)
@@ -317,14 +309,9 @@ def test_a_sweep_for_gradients_names_the_kernels_of_both_tiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = next(kernel.case for kernel in TESTED if kernel.family == "hopper backward")
-    finding = {
-        "family": "hopper",
-        "direction": "backward",
-        "kernel_digest": FORMER,
-        "cases": [case.as_record() | {"weight": 1.0}],
-        "default_tile": GRADIENTS_TILE,
-        "best_tile": GRADIENTS_TILE | {"q_stages": 2},
-    }
+    finding = {"family": "hopper", "direction": "backward", "kernel_digest": FORMER}
+    finding["cases"] = [case.as_record() | {"weight": 1.0}]
+    finding |= {"default_tile": GRADIENTS_TILE, "best_tile": GRADIENTS_TILE | {"q_stages": 2}}
     ((name, digest, kernels),) = recorded(write(tmp_path / "h100.json", [finding]), monkeypatch)
     assert (name, digest) == ("hopper backward", FORMER)
     assert [kernel.case for kernel in kernels] == [case, case]
@@ -338,14 +325,12 @@ def test_a_sweep_for_gradients_names_the_kernels_of_both_tiles(
 def test_a_kernel_does_not_compile_with_other_shared_memory_than_its_family_says(
     family: str, cluster: int, difference: int, compile_pool: ProcessPoolExecutor
 ) -> None:
-    kernel = next(
-        k for k in TESTED if k.family == family and dict(k.tile).get("cluster", 0) == cluster
-    )
+    kernels = (kernel for kernel in TESTED if kernel.family == family)
+    kernel = next(each for each in kernels if dict(each.tile).get("cluster", 0) == cluster)
     (size,) = (x.shared_memory for x in kernel.plan().launches if x.entry == "attention")
     job = kernel.job()
-    text = job.unit.text.replace(
-        f"shared_memory = {size};", f"shared_memory = {size + difference};", 1
-    )
+    before, after = (f"shared_memory = {number};" for number in (size, size + difference))
+    text = job.unit.text.replace(before, after, 1)
     assert text != job.unit.text
     with pytest.raises(CompileError, match="as the host planned"):
         compile_cubin(replace(job.unit, text=text), job.device)

@@ -2,56 +2,43 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-from pathlib import Path
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from support.draws import few_then_slow
+from support.host_programs import HostProgram, bounds_of, needs_host_compiler, windowed
 
-from cupy_flash.families.contract import KERNEL_DIR
 from cupy_flash.problem.mask import Mask
 
 # Same values as in `on_cpu/visible_tiles.cpp`.
 BR, BC = 16, 24
-FOLDER = Path(__file__).resolve().parent / "on_cpu"
-COMPILER = shutil.which("g++")
+Problem = tuple[int, Mask, int]  # number of query heads in a tile, mask, number of KV splits
+Answers = Callable[[list[Problem]], list[list[list[int]]]]
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the kernel's code with")
+pytestmark = needs_host_compiler
 
 
-def random_problem(rng: np.random.Generator) -> tuple[int, Mask, int]:
-    """Return the number of query heads in a tile, a mask, and the number of KV splits."""
+def random_problem(rng: np.random.Generator) -> Problem:
     seqlen_q, seqlen_k = map(int, rng.integers(1, 130, 2))
     q_offset = int(rng.integers(-140, 140))
     mask = Mask(seqlen_q, seqlen_k, causal=bool(rng.integers(2)), q_offset=q_offset)
-    if rng.integers(2):
-        left, right = (None if rng.integers(3) == 0 else int(rng.integers(140)) for _ in range(2))
-        prefix = int(rng.integers(140)) if rng.integers(2) else 0
-        mask = mask._replace(left=None if prefix else left, right=right, prefix=prefix)
+    mask = windowed(mask, rng)
     return int(rng.choice([1, 3])), mask, int(rng.integers(1, 5))
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory):
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """Return a function that runs the program on problems and returns its numbers, line by line."""
-    program = tmp_path_factory.mktemp("cpu") / "visible_tiles"
-    options = ["-std=c++20", "-O1", "-pthread", "-fsanitize=address,undefined"]
-    options += ["-fno-sanitize-recover=all", f"-I{KERNEL_DIR}", f"-I{FOLDER}"]
-    source = str(FOLDER / "visible_tiles.cpp")
-    subprocess.run([str(COMPILER), *options, source, "-o", str(program)], check=True)
+    program = HostProgram("visible_tiles", tmp_path_factory)
 
-    def run(problems: list[tuple[int, Mask, int]]) -> list[list[list[int]]]:
-        lines = "".join(
+    def run(problems: list[Problem]) -> list[list[list[int]]]:
+        lines = (
             f"{int(m.causal)} {group} {m.seqlen_q} {m.seqlen_k} {m.q_offset} {splits} "
-            f"{-1 if m.left is None else m.left} {-1 if m.right is None else m.right} {m.prefix}\n"
+            + bounds_of(m)
             for group, m, splits in problems
         )
-        done = subprocess.run(
-            [str(program)], input=lines, capture_output=True, text=True, check=True
-        )
-        numbers = [list(map(int, line.split())) for line in done.stdout.splitlines()]
+        numbers = [list(map(int, line.split())) for line in program.output(lines).splitlines()]
         assert len(numbers) == 4 * len(problems)
         return [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
 

@@ -9,15 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupy_flash import (
-    MaskMod,
-    Plan,
-    ScoreMod,
-    flash_attention,
-    flash_attention_varlen,
-    flash_attention_with_kvcache,
-    plan,
-)
+from cupy_flash import MaskMod, Plan, ScoreMod, flash_attention, plan
+from cupy_flash import flash_attention_varlen as varlen
+from cupy_flash import flash_attention_with_kvcache as with_kvcache
 from cupy_flash.gpu.compiler import compile_cubin, known_architectures
 from cupy_flash.problem.device import device_for_arch
 
@@ -50,7 +44,7 @@ UNITS = [
     ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 8, {"softcap": 50.0}),
     ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 8, {"bias": BIAS}),
     ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 8, {"score_mod": TABLE}),
-    # It spills two words if KV is split.
+    # This unit spills two words if KV is split.
     ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 8, {"alibi_slopes": array(HEADS)}),
     ("hopper", "sm_90", "float16", 64, SEQLEN, 0, {"mask_mod": DOCUMENTS, "causal": True}),
     # Loads for each pair take all free registers, see docs/engineering/measurements/masks.md.
@@ -77,26 +71,18 @@ QUICK = [next(u for u in UNITS if u[0] == family) for family in ("mma", "decode"
 
 
 @pytest.mark.parametrize(
-    ("family", "arch", "dtype", "head_dim", "seqlen_q", "spilled", "modifications"),
+    "unit",
     [
         pytest.param(
-            *unit,
+            unit,
             id=f"{unit[0]} {unit[1]} {'+'.join(unit[-1])}",
             marks=() if any(unit is quick for quick in QUICK) else pytest.mark.slow,
         )
         for unit in UNITS
     ],
 )
-def test_a_unit_with_modifications_compiles(
-    compile_pool: ProcessPoolExecutor,
-    family: str,
-    arch: str,
-    dtype: str,
-    head_dim: int,
-    seqlen_q: int,
-    spilled: int,
-    modifications: dict[str, Any],
-) -> None:
+def test_a_unit_with_modifications_compiles(compile_pool: ProcessPoolExecutor, unit: Any) -> None:
+    family, arch, dtype, head_dim, seqlen_q, spilled, modifications = unit
     device = device_for_arch(arch)
     if device.arch not in known_architectures():
         pytest.skip(f"this NVRTC does not know {arch}")
@@ -122,20 +108,15 @@ OF_SEQUENCES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "family", "arch", "dtype", "options"), OF_SEQUENCES)
 def test_a_unit_of_sequences_that_are_used_in_part_compiles(
-    compile_pool: ProcessPoolExecutor,
-    kind: str,
-    family: str,
-    arch: str,
-    dtype: str,
-    options: dict[str, Any],
+    compile_pool: ProcessPoolExecutor, kind: str, family: str, arch: str, dtype: str, options: Any
 ) -> None:
     q = np.zeros((1, 4, HEADS, 64), DTYPES.get(dtype, dtype))
     where = {"arch": arch, "family": family}
     if kind == "varlen":
         starts = np.array([0, 4], np.int32)
-        made = plan(flash_attention_varlen, *[q[0]] * 3, starts, starts, 4, 4, **where, **options)
+        made = plan(varlen, *[q[0]] * 3, starts, starts, 4, 4, **where, **options)
     else:
-        made = plan(flash_attention_with_kvcache, *[q] * 3, cache_seqlens=4, **where, **options)
+        made = plan(with_kvcache, *[q] * 3, cache_seqlens=4, **where, **options)
     check_unit(compile_pool, made, 0)
 
 

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
-
-from cupy_flash.families.contract import KERNEL_DIR
+from support.host_programs import HostProgram, needs_host_compiler
 
 # Same value as in `on_cpu/packed_tiles.cpp`.
 ROWS = 24
-FOLDER = Path(__file__).resolve().parent / "on_cpu"
-COMPILER = shutil.which("g++")
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the kernel's code with")
+pytestmark = needs_host_compiler
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the path of the compiled program, which prints the owners of tile slots and rows."""
-    program = tmp_path_factory.mktemp("cpu") / "packed_tiles"
-    options = ["-std=c++20", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    options += [f"-I{KERNEL_DIR}", f"-I{FOLDER}"]
-    source = str(FOLDER / "packed_tiles.cpp")
-    subprocess.run([str(COMPILER), *options, source, "-o", str(program)], check=True)
-    return program
+def program(tmp_path_factory: pytest.TempPathFactory) -> HostProgram:
+    """Return the compiled program, which prints the owners of tile slots and rows."""
+    return HostProgram("packed_tiles", tmp_path_factory)
 
 
 class Ranges(NamedTuple):
@@ -39,11 +28,10 @@ class Ranges(NamedTuple):
     of_sequences: np.ndarray
 
 
-def ranges_of(batches: list[tuple[int, np.ndarray]], program: Path) -> list[Ranges]:
+def ranges_of(batches: list[tuple[int, np.ndarray]], program: HostProgram) -> list[Ranges]:
     """Return the results of the program for batches of (total, starts)."""
-    lines = "".join(f"{len(s) - 1} {total} {' '.join(map(str, s))}\n" for total, s in batches)
-    done = subprocess.run([str(program)], input=lines, capture_output=True, text=True, check=True)
-    found = [np.array(line.split(), int).reshape(-1, 3) for line in done.stdout.splitlines()]
+    lines = (f"{len(s) - 1} {total} {' '.join(map(str, s))}" for total, s in batches)
+    found = program.rows(lines, 3)
     assert len(found) == 3 * len(batches)
     return [Ranges(*found[i : i + 3]) for i in range(0, len(found), 3)]
 
@@ -59,7 +47,7 @@ def wild_batches() -> list[tuple[int, np.ndarray]]:
 
 
 @pytest.mark.slow
-def test_the_tiles_of_each_sequence_have_slots_and_few_are_empty(program: Path) -> None:
+def test_the_tiles_of_each_sequence_have_slots_and_few_are_empty(program: HostProgram) -> None:
     rng = np.random.default_rng(5)
     batches = []
     for _ in range(500):
@@ -81,7 +69,7 @@ def test_the_tiles_of_each_sequence_have_slots_and_few_are_empty(program: Path) 
 
 
 def test_for_any_starts_a_slot_belongs_to_one_sequence_and_all_searches_agree(
-    program: Path,
+    program: HostProgram,
 ) -> None:
     batches = wild_batches()
     for (_, starts), (slots, _, _) in zip(batches, ranges_of(batches, program), strict=True):
@@ -92,7 +80,7 @@ def test_for_any_starts_a_slot_belongs_to_one_sequence_and_all_searches_agree(
 
 
 def test_for_any_starts_a_row_belongs_to_one_sequence_and_its_tiles_have_slots(
-    program: Path,
+    program: HostProgram,
 ) -> None:
     batches = wild_batches()
     for (total, starts), ranges in zip(batches, ranges_of(batches, program), strict=True):

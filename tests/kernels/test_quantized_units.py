@@ -45,13 +45,7 @@ APPENDS = [
 
 
 def decode_unit(
-    arch: str,
-    dtype: Any,
-    cache: Any,
-    dims: tuple[int, int],
-    page_size: int,
-    scales: str,
-    more: dict[str, Any],
+    arch: str, dtype: Any, cache: Any, dims: Any, page_size: int, scales: str, more: dict[str, Any]
 ) -> TranslationUnit:
     blocks = CACHES if not page_size else CACHES * ROWS // page_size
     rows = page_size or ROWS
@@ -59,18 +53,9 @@ def decode_unit(
     shape = {"row": (blocks, rows, 2), "page": (blocks, 1, 2), "head": (2,)}.get(scales)
     of_cache = None if shape is None else np.ones(shape, np.float32)
     table = np.zeros((CACHES, ROWS // page_size), np.int32) if page_size else None
-    made = plan(
-        flash_attention_with_kvcache,
-        np.zeros((CACHES, 1, 8, dims[0]), dtype),
-        k_cache,
-        v_cache,
-        cache_seqlens=ROWS,
-        block_table=table,
-        k_scale=of_cache,
-        v_scale=of_cache,
-        arch=arch,
-        **more,
-    )
+    q, more = np.zeros((CACHES, 1, 8, dims[0]), dtype), {"k_scale": of_cache, **more}
+    options = {"cache_seqlens": ROWS, "block_table": table, "v_scale": of_cache, "arch": arch}
+    made = plan(flash_attention_with_kvcache, q, k_cache, v_cache, **options, **more)
     assert made.family == "decode"
     assert made.unit is not None
     return made.unit
@@ -87,27 +72,15 @@ def packed_unit(arch: str, cache_dtype: str, page_size: int) -> TranslationUnit:
 
 def spec_of_append(dtype: str, cache_dtype: str, computed: bool, rotary_dim: int) -> AppendSpec:
     types = {"bfloat16": BF16, "float8_e4m3fn": FP8}
-    q, k, v = (
-        np.zeros((2, 1, heads, dim), types.get(dtype, dtype))
-        for heads, dim in ((8, 64), (2, 64), (2, 40))
-    )
-    k_cache, v_cache = (
-        np.zeros((2, 100, 2, dim), types.get(cache_dtype, cache_dtype)) for dim in (64, 40)
-    )
+    dtypes = [types.get(name, name) for name in (dtype, cache_dtype)]
+    shapes = ((2, 1, 8, 64), (2, 1, 2, 64), (2, 1, 2, 40))
+    q, k, v = (np.zeros(shape, dtypes[0]) for shape in shapes)
+    k_cache, v_cache = (np.zeros((2, 100, 2, dim), dtypes[1]) for dim in (64, 40))
     table = np.zeros((100, rotary_dim // 2), np.float32) if rotary_dim else None
     scale = np.ones((2, 100, 2), np.float32)
-    arguments = Arguments(
-        q,
-        k,
-        v,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        cache_seqlens=np.zeros(2, np.int32),
-        rotary_cos=table,
-        rotary_sin=table,
-        k_scale=scale,
-        v_scale=scale,
-    )
+    caches = {"k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": np.zeros(2, np.int32)}
+    tables = {"rotary_cos": table, "rotary_sin": table, "k_scale": scale, "v_scale": scale}
+    arguments = Arguments(q, k, v, **caches, **tables)
     options = Options("kvcache", True, compute_scales=computed)
     return append_spec(arguments, problem_of(arguments, options), options)
 
@@ -140,13 +113,7 @@ def test_float8_is_for_gpus_that_convert_it() -> None:
 
 
 def test_a_tile_of_8_bits_has_32_keys() -> None:
+    q, cache = np.zeros((CACHES, 1, 8, 64), np.float16), np.zeros((CACHES, ROWS, 2, 64), INT8)
+    options = {"cache_seqlens": ROWS, "arch": "sm_90", "family": "decode"}
     with pytest.raises(ValueError, match="Bc is 16; expected 32 for 8-bit caches"):
-        plan(
-            flash_attention_with_kvcache,
-            np.zeros((CACHES, 1, 8, 64), np.float16),
-            *(np.zeros((CACHES, ROWS, 2, 64), INT8) for _ in "kv"),
-            cache_seqlens=ROWS,
-            arch="sm_90",
-            family="decode",
-            tile=(16, 16),
-        )
+        plan(flash_attention_with_kvcache, q, cache, cache, **options, tile=(16, 16))

@@ -4,25 +4,19 @@ are assigned to thread blocks."""
 from __future__ import annotations
 
 import itertools
-import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 from support.draws import few_then_slow
-
-from cupy_flash.families.contract import KERNEL_DIR
+from support.host_programs import HostProgram, needs_host_compiler
 
 # Same values as in `on_cpu/varlen_order.cpp`.
 BR, BC = 64, 32
-FOLDER = Path(__file__).resolve().parent / "on_cpu"
-COMPILER = shutil.which("g++")
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the kernel's code with")
+pytestmark = needs_host_compiler
 
 
 class WorkTile(NamedTuple):
@@ -114,18 +108,10 @@ Order = Callable[[list[Batch]], list[list[WorkTile]]]
 
 @pytest.fixture(scope="module")
 def assigned_tiles(tmp_path_factory: pytest.TempPathFactory) -> Order:
-    program = tmp_path_factory.mktemp("cpu") / "varlen_order"
-    source = FOLDER / "varlen_order.cpp"
-    options = ["-std=c++20", "-O1", "-fsanitize=address,undefined"]
-    options += ["-fno-sanitize-recover=all", f"-I{KERNEL_DIR}", f"-I{FOLDER}"]
-    subprocess.run([str(COMPILER), *options, str(source), "-o", str(program)], check=True)
+    program = HostProgram("varlen_order", tmp_path_factory)
 
     def run(batches: list[Batch]) -> list[list[WorkTile]]:
-        lines = "\n".join(batch.line for batch in batches) + "\n"
-        done = subprocess.run(
-            [str(program)], input=lines, capture_output=True, text=True, check=True
-        )
-        batches_of_lines = _split_batches(done.stdout)
+        batches_of_lines = _split_batches(program.output(batch.line for batch in batches))
         assert len(batches_of_lines) == len(batches)
         return [[WorkTile(*map(int, line.split())) for line in block] for block in batches_of_lines]
 
@@ -133,13 +119,13 @@ def assigned_tiles(tmp_path_factory: pytest.TempPathFactory) -> Order:
 
 
 def _split_batches(text: str) -> list[list[str]]:
-    kv_tiles: list[list[str]] = [[]]
+    batches: list[list[str]] = [[]]
     for line in text.splitlines():
         if line:
-            kv_tiles[-1].append(line)
+            batches[-1].append(line)
         else:
-            kv_tiles.append([])
-    return kv_tiles[:-1]
+            batches.append([])
+    return batches[:-1]
 
 
 def random_batch(seed: int) -> Batch:
@@ -148,18 +134,14 @@ def random_batch(seed: int) -> Batch:
     longest = int(rng.choice([1, 64, 65, 200]))
     q, k = rng.integers(0, longest + 1, (2, count))
     heads_kv, group = map(int, rng.integers(1, 4, 2))
-    batch = Batch.of_lengths(
-        list(map(int, q)),
-        list(map(int, k)),
-        heads_q=heads_kv * group,
-        heads_kv=heads_kv,
-        causal=bool(rng.integers(2)),
-        section_keys=int(rng.choice([1, 500, 2000, 10**6])),
-        threads=int(rng.choice([32, 64])),
-    )
+    lengths = [list(map(int, each)) for each in (q, k)]
+    heads = {"heads_q": heads_kv * group, "heads_kv": heads_kv}
+    causal, section_keys = bool(rng.integers(2)), int(rng.choice([1, 500, 2000, 10**6]))
+    options = {"causal": causal, "section_keys": section_keys, "threads": int(rng.choice([32, 64]))}
+    batch = Batch.of_lengths(*lengths, **heads, **options)
     if seed % 3 == 0:
         used = list(map(int, rng.integers(-3, longest + 3, count)))
-        batch = Batch(**{**batch.__dict__, "seqused_k": used})
+        batch = replace(batch, seqused_k=used)
     return batch
 
 
@@ -204,18 +186,9 @@ def test_for_any_lengths_no_row_outside_of_the_arrays_is_assigned(assigned_tiles
         count = int(rng.integers(1, 40))
         q, k = rng.choice(extreme, (2, count + 1))
         used = list(map(int, rng.choice(extreme, count))) if seed % 2 else None
-        batches.append(
-            Batch(
-                list(map(int, q)),
-                list(map(int, k)),
-                total_q=700,
-                total_k=900,
-                max_seqlen_q=500,
-                max_seqlen_k=600,
-                causal=bool(seed % 4 // 2),
-                seqused_k=used,
-            )
-        )
+        totals = {"total_q": 700, "total_k": 900, "max_seqlen_q": 500, "max_seqlen_k": 600}
+        starts = [list(map(int, each)) for each in (q, k)]
+        batches.append(Batch(*starts, **totals, causal=bool(seed % 4 // 2), seqused_k=used))
     for batch, work_tiles in zip(batches, assigned_tiles(batches), strict=True):
         assert sorted(work_tiles) == sorted(batch.expected())
         for work_tile in work_tiles:
@@ -267,14 +240,8 @@ def test_a_sequence_is_processed_in_sections_of_heads_from_the_last_tile_to_the_
 def test_a_section_is_a_group_of_heads_at_least_and_all_at_most_however_few_keys_there_are(
     assigned_tiles, heads_kv, section_keys, section
 ):
-    batch = Batch.of_lengths(
-        [65],
-        [1],
-        heads_q=4096,
-        heads_kv=heads_kv,
-        causal=True,
-        section_keys=section_keys,
-    )
+    heads = {"heads_q": 4096, "heads_kv": heads_kv}
+    batch = Batch.of_lengths([65], [1], **heads, causal=True, section_keys=section_keys)
     (work_tiles,) = assigned_tiles([batch])
     expected = [
         (head, q_begin)

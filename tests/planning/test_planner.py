@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from support.problems import dense_problem
 
 import cupy_flash
 from cupy_flash import Tile
@@ -33,16 +34,8 @@ relaxed = settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow
 
 
 def problem(**changes):
-    sizes = {
-        "dtype": "float16",
-        "batch": 2,
-        "seqlen_q": 1024,
-        "seqlen_k": 1024,
-        "heads_q": 8,
-        "heads_kv": 2,
-        "head_dim": 64,
-        "head_dim_v": 64,
-    }
+    sizes = {"seqlen_q": 1024, "seqlen_k": 1024, "heads_q": 8, "heads_kv": 2}
+    sizes |= {"dtype": "float16", "batch": 2, "head_dim": 64, "head_dim_v": 64}
     return make_contiguous_problem(**(sizes | changes))
 
 
@@ -51,9 +44,8 @@ def problems(draw):
     """Draw any problem: ragged sizes, strides of any alignment, causal or not."""
     dtype = draw(st.sampled_from(DTYPES))
     seqlens = st.one_of(st.integers(0, 300), st.integers(0, 2**20))
-    dims = st.one_of(
-        st.sampled_from([32, 64, 96, 128, 192, 256, 512]), st.integers(1, MAX_HEAD_DIM)
-    )
+    common = st.sampled_from([32, 64, 96, 128, 192, 256, 512])
+    dims = st.one_of(common, st.integers(1, MAX_HEAD_DIM))
     batch, seqlen_q, seqlen_k = draw(st.integers(0, 64)), draw(seqlens), draw(seqlens)
     heads_kv, group = draw(st.integers(1, 8)), draw(st.integers(0, 8))
     head_dim, head_dim_v = draw(dims), draw(dims)
@@ -169,17 +161,7 @@ def test_tensor_cores_come_first_and_the_other_families_say_why_not():
 def test_scores_that_a_scale_may_make_infinite_are_for_kernels_that_tell_them_from_masked_ones(
     seqlen_q, seqlen_k, scale, is_huge
 ):
-    case = make_contiguous_problem(
-        dtype="bfloat16",
-        batch=1,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        heads_q=2,
-        heads_kv=2,
-        head_dim=64,
-        head_dim_v=64,
-        softmax_scale=scale,
-    )
+    case = dense_problem("bfloat16", 1, seqlen_q, seqlen_k, 2, 2, 64, 64, softmax_scale=scale)
     made = make_plan(case, device_for_arch("sm_90"))
     assert (made.family == "mma") == is_huge
     if is_huge:
@@ -249,9 +231,8 @@ def test_a_tile_of_another_length_is_refused(request_):
 
 
 def test_an_unknown_tile_field_is_told_the_known_ones():
-    with pytest.raises(
-        ValueError, match="unknown tile field 'warp'; expected one of Br, Bc, warps"
-    ):
+    message = "unknown tile field 'warp'; expected one of Br, Bc, warps"
+    with pytest.raises(ValueError, match=message):
         make_plan(problem(), h100, family="mma", tile=freeze_tile({"warp": 4}))
 
 
@@ -295,25 +276,18 @@ def test_part_of_a_tile_that_no_legal_tile_has_is_refused_with_the_reason():
 
 
 def test_an_unknown_family_is_told_the_known_ones():
-    with pytest.raises(
-        ValueError, match="unknown family 'flash'; expected one of decode, hopper, mma, simt"
-    ):
+    message = "unknown family 'flash'; expected one of decode, hopper, mma, simt"
+    with pytest.raises(ValueError, match=message):
         make_plan(problem(), h100, family="flash")
 
 
-def tune(case, tile, *, family="hopper", gpu="sm_90", sm_count=132, digest=None):
-    tuning.save(
-        Entry(
-            gpu=gpu,
-            arch=90,
-            sm_count=sm_count,
-            family=family,
-            digest=digest or FORWARD[family].digest(),
-            problem_class=problem_class(case),
-            tile=tile,
-            tflops=123.4,
-        )
-    )
+def tune(case, tile, *, gpu="sm_90", sm_count=132, digest=None):
+    key = ("hopper", digest or FORWARD["hopper"].digest(), problem_class(case))
+    tuning.save(Entry(gpu, 90, sm_count, *key, tile, tflops=123.4))
+
+
+def tune_on_cpu(tile):
+    tuning.save(Entry("cpu", 0, 0, "cpu", sources.digest(), problem_class(problem()), tile, 0.1))
 
 
 def other_tile(case):
@@ -334,9 +308,8 @@ def test_the_plan_names_the_gpu_whose_tile_it_took():
     tune(problem(), dataclasses.asdict(tile), gpu="NVIDIA H100 PCIe", sm_count=114)
     plan = make_plan(problem(), dataclasses.replace(h100, name="NVIDIA H20", sm_count=78))
     assert plan.tile == tile
-    assert "tuned on NVIDIA H100 PCIe, the nearest GPU with a table (123 TFLOP/s there)" in str(
-        plan
-    )
+    words = "tuned on NVIDIA H100 PCIe, the nearest GPU with a table (123 TFLOP/s there)"
+    assert words in str(plan)
 
 
 def test_the_nearest_gpus_tile_that_does_not_fit_is_passed_over():
@@ -357,12 +330,8 @@ def test_a_tile_that_is_asked_for_goes_before_the_tuned_one():
 @pytest.mark.parametrize(
     "tile",
     [
-        {"Br": 0, "Bc": 64},
-        {"Br": -128, "Bc": 64},
-        {"Br": 128},
-        {"Br": 128, "Bc": 64, "colour": 3},
-        {"Br": 2**20, "Bc": 64},
-        {},
+        *({"Br": 0, "Bc": 64}, {"Br": -128, "Bc": 64}, {"Br": 128}),
+        *({"Br": 128, "Bc": 64, "colour": 3}, {"Br": 2**20, "Bc": 64}, {}),
     ],
 )
 def test_a_tuned_tile_that_is_no_legal_tile_is_passed_over(tile):
@@ -380,17 +349,12 @@ def test_a_tile_tuned_on_other_sources_is_passed_over():
     [{"Br": 0, "Bc": 1}, {"Br": 64}, {"Br": 64, "Bc": 64, "warps": 4}, {"Br": 2**20, "Bc": 2**20}],
 )
 def test_a_bad_tile_tuned_for_the_cpu_is_passed_over(tile):
-    entry = Entry("cpu", 0, 0, "cpu", sources.digest(), problem_class(problem()), tile, 0.1)
-    tuning.save(entry)
+    tune_on_cpu(tile)
     assert choose_cpu_tile(problem(), None) == cpu_forward.default_tile(problem())
 
 
 def test_the_tile_tuned_for_the_cpu_is_used():
-    tuning.save(
-        Entry(
-            "cpu", 0, 0, "cpu", sources.digest(), problem_class(problem()), {"Br": 96, "Bc": 80}, 1
-        )
-    )
+    tune_on_cpu({"Br": 96, "Bc": 80})
     assert choose_cpu_tile(problem(), None) == Tile(96, 80)
 
 
@@ -428,9 +392,8 @@ def test_a_full_gpu_needs_no_workspace():
 
 
 def test_a_plan_prints_different_head_dims_splits_and_workspace():
-    case = problem(
-        batch=1, heads_q=1, heads_kv=1, seqlen_q=33, seqlen_k=2**16, head_dim=64, head_dim_v=128
-    )
+    sizes = {"batch": 1, "heads_q": 1, "heads_kv": 1, "seqlen_q": 33, "seqlen_k": 2**16}
+    case = problem(**sizes, head_dim=64, head_dim_v=128)
     plan = make_plan(case, h100)
     lines = str(plan).splitlines()
     assert plan.num_splits > 1
@@ -444,10 +407,8 @@ def test_launches_of_one_unit_ask_for_the_same_shared_memory():
     for name, family in FORWARD.items():
         asked: dict[str, set[int]] = {}
         for seqlen_q, seqlen_k in ((799, 3), (257, 129), (1, 4096), (64, 64), (500, 5000)):
-            for batch in (1, 2, 40):
-                case = problem(
-                    batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=4, heads_kv=2
-                )
+            sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads_q": 4, "heads_kv": 2}
+            for case in (problem(batch=batch, **sizes) for batch in (1, 2, 40)):
                 if family.why_not(case, h100) is None:
                     plan = make_plan(case, h100, family=name)
                     asked.setdefault(plan.unit.text, set()).add(plan.shared_memory)
@@ -458,15 +419,21 @@ def test_registers_once_known_bound_the_blocks_of_an_sm():
     plan = make_plan(problem(), h100, family="mma")
     compiled = dataclasses.replace(plan, resources=Resources(255, 0, 0))
     assert compiled.blocks_per_sm() <= plan.blocks_per_sm()
-    assert "registers      255 per thread" in str(compiled).splitlines()
-    assert f"blocks per SM  {compiled.blocks_per_sm()}" in str(compiled).splitlines()
-    assert f"blocks per SM  at most {plan.blocks_per_sm()}" in str(plan).splitlines()
+    lines, now = str(plan).splitlines(), str(compiled).splitlines()
+    assert "registers      255 per thread" in now
+    assert f"blocks per SM  {compiled.blocks_per_sm()}" in now
+    assert f"blocks per SM  at most {plan.blocks_per_sm()}" in lines
 
 
 def blocks_row(plan):
     """Return what a plan prints about blocks of the score matrix, or None."""
     rows = [line.split(maxsplit=1) for line in str(plan).splitlines()]
     return next((text for name, text in rows if name == "blocks" and "computed" in text), None)
+
+
+def blocks_of_call(q, k, arch="sm_90", **options):
+    """Return what the plan of a call with queries `q`, and keys and values `k`, says of blocks."""
+    return blocks_row(cupy_flash.plan(cupy_flash.flash_attention, q, k, k, arch=arch, **options))
 
 
 def test_blocks_are_counted_as_each_tile_visits_them(rng):
@@ -491,21 +458,14 @@ def test_blocks_are_counted_as_each_tile_visits_them(rng):
 
 def test_a_plan_counts_the_blocks_that_positions_leave():
     q = np.empty((1, 1024, 2, 64), np.float16)
-    arguments = {"arch": "sm_90", "tile": {"Br": 128, "Bc": 128}}
-    causal = blocks_row(
-        cupy_flash.plan(cupy_flash.flash_attention, q, q, q, causal=True, **arguments)
-    )
-    windowed = cupy_flash.plan(
-        cupy_flash.flash_attention, q, q, q, causal=True, window_size=(255, None), **arguments
-    )
+    tile = {"tile": {"Br": 128, "Bc": 128}}
+    causal = blocks_of_call(q, q, causal=True, **tile)
+    windowed = blocks_of_call(q, q, causal=True, window_size=(255, None), **tile)
 
     assert causal == "36 computed, 8 of them partial, 28 skipped in each head"
-    assert blocks_row(windowed) == "21 computed, 14 of them partial, 43 skipped in each head"
-    assert blocks_row(cupy_flash.plan(cupy_flash.flash_attention, q, q, q, **arguments)) is None
-    assert (
-        blocks_row(cupy_flash.plan(cupy_flash.flash_attention, q, q, q, softcap=5.0, **arguments))
-        is None
-    )
+    assert windowed == "21 computed, 14 of them partial, 43 skipped in each head"
+    assert blocks_of_call(q, q, **tile) is None
+    assert blocks_of_call(q, q, softcap=5.0, **tile) is None
     naive = make_plan(problem(causal=True), h100, family="naive")
     assert blocks_row(naive) is None
 
@@ -513,51 +473,23 @@ def test_a_plan_counts_the_blocks_that_positions_leave():
 def test_a_plan_of_a_users_mask_says_that_a_map_decides():
     q = np.empty((1, 1024, 2, 64), np.float16)
     near = cupy_flash.MaskMod(lambda i, j: i // 100 == j // 100)
-    mapped = blocks_row(
-        cupy_flash.plan(cupy_flash.flash_attention, q, q, q, mask_mod=near, arch="sm_90")
-    )
-    prefixed = cupy_flash.plan(
-        cupy_flash.flash_attention,
-        q,
-        q,
-        q,
-        causal=True,
-        prefix_lens=np.array([5], np.int32),
-        arch="sm_90",
-    )
-
-    unmapped = blocks_row(
-        cupy_flash.plan(cupy_flash.flash_attention, q, q, q, mask_mod=near, arch="sm_80")
-    )
-    tree = cupy_flash.plan(
-        cupy_flash.flash_attention,
-        q[:, :64],
-        q,
-        q,
-        tree_mask=np.zeros((1, 64), np.uint64),
-        arch="sm_90",
-        family="mma",
-    )
+    mapped, unmapped = (blocks_of_call(q, q, arch, mask_mod=near) for arch in ("sm_90", "sm_80"))
+    prefixed = blocks_of_call(q, q, causal=True, prefix_lens=np.array([5], np.int32))
+    of_tree = np.zeros((1, 64), np.uint64)
+    tree = blocks_of_call(q[:, :64], q, tree_mask=of_tree, family="mma")
 
     leaves = "of these, the GPU skips blocks without visible pairs"
     assert mapped.endswith(f"computed, 0 skipped in each head; {leaves}")
     assert unmapped.endswith("computed, 0 skipped in each head; any block may contain masked pairs")
-    assert blocks_row(tree).endswith("; any block may contain masked pairs")
-    assert blocks_row(prefixed).endswith(", more computed if prefixes make keys visible")
+    assert tree.endswith("; any block may contain masked pairs")
+    assert prefixed.endswith(", more computed if prefixes make keys visible")
 
 
 def test_the_plan_of_a_cache_counts_the_blocks_of_the_longest_sequence():
     cache = np.empty((2, 65536, 8, 128), np.float16)
     q = np.empty((2, 1, 32, 128), np.float16)
-    plan = cupy_flash.plan(
-        cupy_flash.flash_attention_with_kvcache,
-        q,
-        cache,
-        cache,
-        cache_seqlens=9,
-        window_size=(1023, 0),
-        arch="sm_90",
-    )
+    options = {"cache_seqlens": 9, "window_size": (1023, 0), "arch": "sm_90"}
+    plan = cupy_flash.plan(cupy_flash.flash_attention_with_kvcache, q, cache, cache, **options)
     Bc = plan.tile.Bc
 
     assert blocks_row(plan).startswith(f"{1024 // Bc} computed, 0 of them partial,")

@@ -34,17 +34,10 @@ def packed(
     **options: Any,
 ) -> Problem:
     """Return a problem of packed sequences with at most `seqlen_q` queries and `seqlen_k` keys."""
-    q, k, v = (
-        ArraySpec.contiguous((1, batch * rows, n, dim), dtype)
-        for rows, n, dim in (
-            (seqlen_q, heads[0], dims[0]),
-            (seqlen_k, heads[1], dims[0]),
-            (seqlen_k, heads[1], dims[1]),
-        )
-    )
-    return make_problem(
-        q, k, v, kind="varlen", batch=batch, max_seqlen_q=seqlen_q, max_seqlen_k=seqlen_k, **options
-    )
+    q = ArraySpec.contiguous((1, batch * seqlen_q, heads[0], dims[0]), dtype)
+    k, v = (ArraySpec.contiguous((1, batch * seqlen_k, heads[1], dim), dtype) for dim in dims)
+    longest = {"max_seqlen_q": seqlen_q, "max_seqlen_k": seqlen_k}
+    return make_problem(q, k, v, kind="varlen", batch=batch, **longest, **options)
 
 
 def cached(
@@ -159,13 +152,9 @@ def test_few_query_tiles_go_to_a_family_that_splits_keys():
 def test_a_bound_that_is_not_tight_makes_no_query_tiles():
     """The number of query tiles follows from the rows of q, not from `max_seqlen_q`."""
     case = packed(batch=300, seqlen_q=8, heads=(4, 4))
-    loose = make_problem(
-        *(ArraySpec.contiguous((1, 2400, 4, 128), "float16") for _ in "qkv"),
-        kind="varlen",
-        batch=300,
-        max_seqlen_q=8192,
-        max_seqlen_k=8192,
-    )
+    q = ArraySpec.contiguous((1, 2400, 4, 128), "float16")
+    bounds = {"max_seqlen_q": 8192, "max_seqlen_k": 8192}
+    loose = make_problem(q, q, q, kind="varlen", batch=300, **bounds)
     assert make_plan(loose, H100).family == "hopper"
     assert make_plan(case, H100).family == "decode"
 
@@ -199,10 +188,8 @@ def test_more_heads_than_the_merging_kernel_counts_are_refused(family):
 
 @pytest.mark.parametrize("family", [None, *(f for f in FORWARD if FORWARD[f].serves_sequences)])
 def test_queries_without_heads_are_planned(family):
-    for case in (
-        packed(batch=3, seqlen_q=7, heads=(0, 2)),
-        cached(batch=3, seqlen_q=1, seqlen_k=500, heads=(0, 2)),
-    ):
+    sizes = {"batch": 3, "heads": (0, 2)}
+    for case in (packed(seqlen_q=7, **sizes), cached(seqlen_q=1, seqlen_k=500, **sizes)):
         assert case.is_empty
         assert make_plan(case, H100, family=family).problem is case
 
@@ -274,9 +261,8 @@ def test_bits_of_a_batch_invariant_row_do_not_depend_on_what_it_is_planned_with(
 
 def test_a_tuned_tile_does_not_change_batch_invariant_bits(home):
     family = FORWARD["mma"]
-    usual, invariant = (
-        packed(dtype="bfloat16", batch_invariant=asked, num_splits=1) for asked in (False, True)
-    )
+    options = {"dtype": "bfloat16", "num_splits": 1}
+    usual, invariant = (packed(batch_invariant=asked, **options) for asked in (False, True))
     tile = dataclasses.replace(family.default_tile(usual, A100), Bc=32)
     fields = dataclasses.asdict(tile)
     gpu = (A100.name, A100.arch, A100.sm_count)

@@ -14,25 +14,18 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.problems import dense_problem
 
 from cupy_flash.planning import tuning
 from cupy_flash.planning.tuning import Entry, TableError, problem_class, read_table, write_table
 from cupy_flash.problem.arrays import ArraySpec, Tensor, Tensors
 from cupy_flash.problem.device import device_for_arch
-from cupy_flash.problem.problem import make_contiguous_problem, make_problem
+from cupy_flash.problem.problem import make_problem
 
 CHECKOUT = Path(tuning.__file__).resolve().parents[2]
 
-PROBLEM = make_contiguous_problem(
-    dtype="float16",
-    batch=2,
-    seqlen_q=4096,
-    seqlen_k=4096,
-    heads_q=16,
-    heads_kv=16,
-    head_dim=64,
-    head_dim_v=64,
-)
+PROBLEM = dense_problem("float16", 2, 4096, 4096, 16, 16, 64, 64)
+DIGEST = "0123456789abcdef"
 
 names = st.text(max_size=20)
 entries = st.builds(
@@ -49,17 +42,9 @@ entries = st.builds(
 
 
 def entry(**changes):
-    fields = {
-        "gpu": "a GPU",
-        "arch": 90,
-        "sm_count": 132,
-        "family": "mma",
-        "digest": "0123456789abcdef",
-        "problem_class": problem_class(PROBLEM),
-        "tile": {"Br": 128, "Bc": 64},
-        "tflops": 500.0,
-    }
-    return Entry(**(fields | changes))
+    gpu = {"gpu": "a GPU", "arch": 90, "sm_count": 132}
+    key = {"family": "mma", "digest": DIGEST, "problem_class": problem_class(PROBLEM)}
+    return Entry(**(gpu | key | {"tile": {"Br": 128, "Bc": 64}, "tflops": 500.0} | changes))
 
 
 def resized(**changes):
@@ -73,7 +58,7 @@ def gpu(name="a GPU", arch="sm_90", sm_count=132):
 GPU = gpu()
 
 
-def look_up(device=GPU, family="mma", digest="0123456789abcdef", problem=PROBLEM):
+def look_up(device=GPU, family="mma", digest=DIGEST, problem=PROBLEM):
     return tuning.lookup(device, family, digest, problem)
 
 
@@ -85,16 +70,9 @@ OTHER_GPU = gpu("an older GPU", "sm_80", 108)
 @pytest.mark.parametrize(
     "changes",
     [
-        {"dtype": "bfloat16"},
-        {"head_dim": 72},
-        {"head_dim_v": 72},
-        {"causal": True},
-        {"seqlen_q": 8192},
-        {"seqlen_k": 8192},
-        {"seqlen_q": 2047},
-        {"batch": 1, "heads_q": 1},
-        {"tensors": PROBLEM.aligned(8).tensors},
-        {"seqlen_k": 0},
+        *({"dtype": "bfloat16"}, {"head_dim": 72}, {"head_dim_v": 72}, {"causal": True}),
+        *({"seqlen_q": 8192}, {"seqlen_k": 8192}, {"seqlen_q": 2047}, {"batch": 1, "heads_q": 1}),
+        *({"tensors": PROBLEM.aligned(8).tensors}, {"seqlen_k": 0}),
     ],
 )
 def test_what_a_tile_depends_on_makes_another_class(changes):
@@ -104,13 +82,8 @@ def test_what_a_tile_depends_on_makes_another_class(changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"softmax_scale": 0.5},
-        {"seqlen_q": 5000},
-        {"seqlen_k": 3000},
-        {"seqlen_k": 8191},
-        {"batch": 1, "heads_q": 32},
-        {"heads_q": 32},
-        {"batch": 64},
+        *({"softmax_scale": 0.5}, {"seqlen_q": 5000}, {"seqlen_k": 3000}, {"seqlen_k": 8191}),
+        *({"batch": 1, "heads_q": 32}, {"heads_q": 32}, {"batch": 64}),
         {"tensors": Tensors(**{**PROBLEM.tensors, "q": Tensor("float16", (1, 2, 3), 16)})},
         {"heads_kv": 4},
     ],
@@ -204,10 +177,7 @@ def test_saving_again_replaces_the_entry_with_the_same_key_only():
 @pytest.mark.parametrize(
     "key",
     [
-        {"device": OTHER_GPU},
-        {"device": None},
-        {"family": "simt"},
-        {"digest": "f" * 16},
+        *({"device": OTHER_GPU}, {"device": None}, {"family": "simt"}, {"digest": "f" * 16}),
         {"problem": resized(seqlen_q=512)},
     ],
 )
@@ -311,7 +281,7 @@ def test_of_gpus_with_as_many_sms_the_name_that_begins_most_alike_is_the_nearest
 def test_what_would_serve_but_for_the_users_own_entry_can_be_asked(shipped):
     shipped(of_gpu("another"))
     tuning.save(of_gpu("own"))
-    key = ("mma", "0123456789abcdef", problem_class(PROBLEM))
+    key = ("mma", DIGEST, problem_class(PROBLEM))
     assert tuning.lookup_class(gpu("own"), *key).gpu == "own"
     assert tuning.lookup_class(gpu("own"), *key, except_user=True).gpu == "another"
 
@@ -385,11 +355,8 @@ def test_whatever_may_change_a_plan_changes_the_generation():
 
 def test_merging_keeps_the_new_of_entries_with_the_same_key():
     other, third = entry(**OTHER), entry(family="simt")
-    assert tuning.merged([entry(), other], [entry(tflops=1.0), third]) == [
-        entry(tflops=1.0),
-        other,
-        third,
-    ]
+    merged = tuning.merged([entry(), other], [entry(tflops=1.0), third])
+    assert merged == [entry(tflops=1.0), other, third]
 
 
 def test_a_change_is_given_the_old_entries_and_is_in_effect_at_once(home):
@@ -482,15 +449,11 @@ def test_a_corrupt_table_is_ignored_with_one_warning_that_names_it(home, text, c
     assert path.read_text() == text
 
 
-def test_bytes_that_are_no_text_are_a_corrupt_table(home):
-    (home / "tuned.json").write_bytes(b"\xff\xfe\x00{")
-    with pytest.raises(TableError):
-        read_table(home / "tuned.json")
-    assert look_up() is None
-
-
-def test_a_folder_in_the_tables_place_is_a_corrupt_table(home):
-    (home / "tuned.json").mkdir()
+@pytest.mark.parametrize(
+    "make", [lambda path: path.write_bytes(b"\xff\xfe\x00{"), Path.mkdir], ids=["bytes", "folder"]
+)
+def test_what_is_no_text_file_is_a_corrupt_table(home, make):
+    make(home / "tuned.json")
     with pytest.raises(TableError):
         read_table(home / "tuned.json")
     assert look_up() is None

@@ -59,10 +59,8 @@ def test_more_shared_memory_than_an_sm_has_leaves_no_block():
 
 
 @given(
-    st.sampled_from(ARCHITECTURES),
-    st.integers(1, 32),
-    st.integers(0, 227 * KIB),
-    st.integers(0, 255),
+    *(st.sampled_from(ARCHITECTURES), st.integers(1, 32)),
+    *(st.integers(0, 227 * KIB), st.integers(0, 255)),
 )
 def test_the_blocks_of_an_sm_fit_it(arch, warps, shared_memory, registers):
     device = device_for_arch(arch)

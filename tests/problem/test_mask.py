@@ -33,9 +33,7 @@ def random_masks(rng: np.random.Generator) -> list[Mask]:
         offset = int(rng.integers(-seqlen_q, seqlen_k + 1))
         mask = Mask(seqlen_q, seqlen_k, bool(rng.integers(4)), offset)
         if rng.integers(2):
-            left, right = (
-                None if rng.integers(3) == 0 else int(rng.integers(0, 45)) for _ in range(2)
-            )
+            left, right = (None if rng.integers(3) == 0 else int(rng.integers(45)) for _ in "lr")
             prefix = int(rng.integers(45)) if rng.integers(2) else 0
             mask = Mask(*mask[:4], None if prefix else left, right, prefix)
         masks.append(mask)
@@ -88,11 +86,8 @@ def assert_cover(found: tuple[int, int, int, int], parts: list, may_be_whole: li
     if seen:
         # There is no empty part at either end.
         assert (begin, end) == (seen[0], seen[-1] + 1)
-    whole = [
-        index
-        for index, part in enumerate(parts)
-        if part.size and part.all() and may_be_whole[index]
-    ]
+    full = (part.size and part.all() and ok for part, ok in zip(parts, may_be_whole, strict=True))
+    whole = [index for index, is_full in enumerate(full) if is_full]
     assert whole == list(range(full_begin, full_end))
 
 
@@ -118,9 +113,8 @@ def test_rows_of_sequences_are_aligned_at_their_ends() -> None:
     seen = causal_ends(3, q, k)
     for row, (seqlen_q, seqlen_k) in zip(seen, zip(q, k, strict=True), strict=True):
         mask = Mask(int(seqlen_q), int(seqlen_k), True, int(seqlen_k - seqlen_q))
-        np.testing.assert_array_equal(
-            np.clip(row[:seqlen_q], 0, seqlen_k), mask.ends(np.arange(seqlen_q))
-        )
+        ends = mask.ends(np.arange(seqlen_q))
+        np.testing.assert_array_equal(np.clip(row[:seqlen_q], 0, seqlen_k), ends)
 
 
 def reckons_with_the_offset(node: ast.AST) -> bool:

@@ -1,4 +1,4 @@
-"""The record of one call: its fields, its counts, and how positions are kept in range."""
+"""`Problem`, the record of one call: its fields and counts, and how positions are kept in range."""
 
 from __future__ import annotations
 
@@ -13,16 +13,8 @@ from hypothesis import strategies as st
 from cupy_flash.problem.arrays import DTYPES, ITEMSIZE, ArraySpec, contiguous_strides
 from cupy_flash.problem.problem import MAX_SEQLEN, make_contiguous_problem, make_problem
 
-SIZES = {
-    "dtype": "float32",
-    "batch": 2,
-    "seqlen_q": 113,
-    "seqlen_k": 203,
-    "heads_q": 6,
-    "heads_kv": 3,
-    "head_dim": 40,
-    "head_dim_v": 72,
-}
+SIZES = {"dtype": "float32", "batch": 2, "seqlen_q": 113, "seqlen_k": 203, "heads_q": 6}
+SIZES |= {"heads_kv": 3, "head_dim": 40, "head_dim_v": 72}
 seqlens = st.integers(0, 40)
 
 
@@ -166,18 +158,12 @@ def test_rows_are_aligned_as_the_address_and_every_stride_in_use_are(padding, of
     row, first = padding
     dims = 24
     flat = np.zeros(4096, np.float32)
-    array = np.lib.stride_tricks.as_strided(
-        flat[offset:], (2, 3, heads, dims), (4 * (600 + first), 4 * (150 + row), 4 * 28, 4)
-    )
-    addresses = np.array(
-        [array[b, s, h].ctypes.data - flat.ctypes.data for b, s, h in np.ndindex(*array.shape[:3])]
-    )
-    spec = ArraySpec(
-        shape=array.shape,
-        strides=tuple(n // 4 for n in array.strides[:3]),
-        dtype="float32",
-        alignment=math.gcd(4 * offset, 16),
-    )
+    strides = (4 * (600 + first), 4 * (150 + row), 4 * 28, 4)
+    array = np.lib.stride_tricks.as_strided(flat[offset:], (2, 3, heads, dims), strides)
+    rows = (array[b, s, h] for b, s, h in np.ndindex(*array.shape[:3]))
+    addresses = [each.ctypes.data - flat.ctypes.data for each in rows]
+    in_elements = tuple(n // 4 for n in array.strides[:3])
+    spec = ArraySpec(array.shape, in_elements, "float32", alignment=math.gcd(4 * offset, 16))
     assert spec.row_alignment() == math.gcd(16, *addresses)
 
 

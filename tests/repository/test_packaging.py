@@ -21,14 +21,10 @@ pytest.importorskip("hatchling", reason="building needs hatchling, which the tes
 
 
 def build(target: str, folder: Path) -> Path:
-    """Build with the build backend itself: pip's isolated builds would ask a registry."""
+    """Build with the build backend itself, because pip would download it from an index."""
     folder.mkdir(exist_ok=True)
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", folder],
-        cwd=CHECKOUT,
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
+    line = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", folder]
+    subprocess.run(line, cwd=CHECKOUT, check=True, stdout=subprocess.DEVNULL)
     (archive,) = folder.iterdir()
     return archive
 
@@ -77,15 +73,22 @@ def places(installed: Path, working_directory: Path, *arguments: str | Path) -> 
     """Return where a new interpreter finds the package, its commands and its kernels."""
     environment = os.environ | {"PYTHONPATH": str(installed)}
     environment.pop("PYTHONSAFEPATH", None)
+    line = [sys.executable, *arguments]
     output = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=working_directory,
-        env=environment,
-        check=True,
-        capture_output=True,
-        text=True,
+        line, cwd=working_directory, env=environment, check=True, capture_output=True, text=True
     ).stdout
     return [Path(line).resolve() for line in output.splitlines()]
+
+
+def installed_places(installed: Path) -> list[Path]:
+    """Return the places of an installed package, its commands and its kernels."""
+    package = (installed / "cupy_flash").resolve()
+    return [package / "__init__.py", package / "cli" / "main.py", package / "kernels_cu"]
+
+
+CHECKOUT_PLACES = [
+    CHECKOUT / place for place in ("cupy_flash/__init__.py", "cli/main.py", "kernels_cu")
+]
 
 
 @pytest.fixture
@@ -118,9 +121,8 @@ def test_the_wheel_declares_the_command(installed: Path) -> None:
     (distribution,) = importlib.metadata.distributions(path=[str(installed)])
     scripts = distribution.entry_points.select(group="console_scripts")
 
-    assert [(script.name, script.value) for script in scripts] == [
-        ("cupy-flash", "cupy_flash.__main__:main")
-    ]
+    found = [(script.name, script.value) for script in scripts]
+    assert found == [("cupy-flash", "cupy_flash.__main__:main")]
 
 
 def test_the_wheel_requires_no_cupy_unless_an_extra_names_the_cuda_version(installed: Path) -> None:
@@ -136,46 +138,28 @@ def test_the_wheel_requires_no_cupy_unless_an_extra_names_the_cuda_version(insta
 def test_an_installed_command_run_from_a_checkout_uses_what_is_installed(
     installed: Path, console_script: Path
 ) -> None:
-    package = (installed / "cupy_flash").resolve()
-
-    assert places(installed, CHECKOUT, console_script) == [
-        package / "__init__.py",
-        package / "cli" / "main.py",
-        package / "kernels_cu",
-    ]
+    assert places(installed, CHECKOUT, console_script) == installed_places(installed)
 
 
 def test_an_installed_package_serves_from_any_folder(installed: Path, tmp_path: Path) -> None:
-    package = (installed / "cupy_flash").resolve()
+    found = places(installed, tmp_path, "-c", textwrap.dedent(WHERE))
 
-    assert places(installed, tmp_path, "-c", textwrap.dedent(WHERE)) == [
-        package / "__init__.py",
-        package / "cli" / "main.py",
-        package / "kernels_cu",
-    ]
+    assert found == installed_places(installed)
 
 
 @pytest.mark.slow
 def test_a_checkout_in_the_working_directory_brings_its_own_commands_and_kernels(
     installed: Path,
 ) -> None:
-    assert places(installed, CHECKOUT, "-c", textwrap.dedent(WHERE)) == [
-        CHECKOUT / "cupy_flash" / "__init__.py",
-        CHECKOUT / "cli" / "main.py",
-        CHECKOUT / "kernels_cu",
-    ]
+    assert places(installed, CHECKOUT, "-c", textwrap.dedent(WHERE)) == CHECKOUT_PLACES
 
 
 @pytest.mark.slow
 def test_a_stray_folder_of_the_packages_name_hides_nothing(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "cupy_flash").mkdir()
-    package = (installed / "cupy_flash").resolve()
+    found = places(installed, tmp_path, "-c", textwrap.dedent(WHERE))
 
-    assert places(installed, tmp_path, "-c", textwrap.dedent(WHERE)) == [
-        package / "__init__.py",
-        package / "cli" / "main.py",
-        package / "kernels_cu",
-    ]
+    assert found == installed_places(installed)
 
 
 @pytest.mark.slow
@@ -187,11 +171,7 @@ def test_an_editable_install_only_points_at_the_checkout(
         entry = Path(archive.read(pointer).decode().strip())
 
     assert pointer.endswith(".pth")
-    assert places(entry, tmp_path, console_script) == [
-        CHECKOUT / "cupy_flash" / "__init__.py",
-        CHECKOUT / "cli" / "main.py",
-        CHECKOUT / "kernels_cu",
-    ]
+    assert places(entry, tmp_path, console_script) == CHECKOUT_PLACES
 
 
 @pytest.mark.slow

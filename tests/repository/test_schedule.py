@@ -19,7 +19,7 @@ PAGE = CHECKOUT / "docs" / "engineering" / "hopper.md"
 
 
 def boxes(row: str, *, pingpong: bool) -> list[Any]:
-    """Boxes of a row of the figure, in the order in which they begin."""
+    """Return the boxes of a row of the figure, in the order in which they begin."""
     found = schedule.Schedule(pingpong=pingpong).boxes
     return sorted((box for box in found if box.row == row), key=lambda box: box.begin)
 

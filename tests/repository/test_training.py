@@ -52,9 +52,8 @@ def formula(
 def test_the_pullbacks_of_the_model_give_the_slope_of_the_loss_in_any_direction(
     train: Any, rng: np.random.Generator
 ) -> None:
-    config = train.Config(
-        vocabulary=11, layers=2, width=12, heads_q=4, heads_kv=2, head_dim=6, hidden=10, window=5
-    )
+    sizes = {"vocabulary": 11, "layers": 2, "width": 12, "hidden": 10, "window": 5}
+    config = train.Config(**sizes, heads_q=4, heads_kv=2, head_dim=6)
     # The noise makes sinks differ from 0, and gains from 1.
     weights = {
         name: weight.astype(np.float64) + 0.1 * rng.standard_normal(weight.shape)
@@ -74,9 +73,8 @@ def test_the_pullbacks_of_the_model_give_the_slope_of_the_loss_in_any_direction(
     step = 1e-3
     for name, weight in weights.items():
         direction = rng.standard_normal(weight.shape) / weight.size**0.5
-        above, below = (
-            loss_of(weights | {name: weight + sign * step * direction})[0] for sign in (1, -1)
-        )
+        moved = (weights | {name: weight + sign * step * direction} for sign in (1, -1))
+        above, below = (loss_of(each)[0] for each in moved)
         slope = (gradients[name] * direction).sum()
         assert (above - below) / (2 * step) == pytest.approx(slope, rel=1e-4, abs=1e-6), name
 
@@ -108,8 +106,8 @@ def losses_of(train: Any, attention: Callable[..., Any] | None, seed: int) -> np
 def test_losses_are_those_of_the_naive_formulas_gradients_within_rounding(
     train: Any, rng: np.random.Generator
 ) -> None:
-    # The rest is the same float32 arithmetic. Losses differ by how rounding errors of attention and
-    # its gradients spread from step to step, which the naive formula in float32 measures.
+    # Apart from attention, all do the same float32 arithmetic. Losses differ by how rounding errors
+    # of attention spread from step to step, which the naive formula in float32 measures.
     seed = int(rng.integers(2**31))
     exact = formula(train, train.Config(), attention_reference, attention_backward_reference)
     naive = formula(train, train.Config(), attention_naive, backward_naive)
@@ -189,10 +187,7 @@ def test_the_loss_is_drawn(train: Any, capsys: pytest.CaptureFixture[str], tmp_p
 
 
 def test_what_was_learnt_until_ctrl_c_is_kept(
-    train: Any,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    train: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(self: Any, step: int, loss: float) -> None:
         told(self, step, loss)

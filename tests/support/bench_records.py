@@ -51,3 +51,11 @@ def invoke(command: click.Command, *arguments: str | Path) -> Result:
     group = OneLineErrors("cupy-flash", commands=[command], context_settings=main.context_settings)
     line = [command.name or "", *map(str, arguments)]
     return CliRunner().invoke(group, line, prog_name="cupy-flash", catch_exceptions=False)
+
+
+def refused(command: click.Command, *arguments: str | Path) -> str:
+    """Return the one line by which a command refuses its arguments."""
+    result = invoke(command, *arguments)
+    assert result.exit_code == 2
+    assert result.output.count("\n") == 1
+    return result.output

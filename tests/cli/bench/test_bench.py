@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from support import commands
 from support.gpu import fake_cupy
 from threadpoolctl import threadpool_info, threadpool_limits
 
@@ -25,7 +25,6 @@ from cupy_flash.cli.bench.table import print_cells, record_row, timing_text
 from cupy_flash.cli.cases import presets
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.cases.inputs import random_inputs
-from cupy_flash.cli.main import main
 from cupy_flash.cli.measure.gpu_state import CpuState, CpuWatch, GpuState, GpuWatch
 from cupy_flash.cli.measure.runner import Cell, Settings, set_speedups
 from cupy_flash.cli.measure.timing import HostTimer, Spread
@@ -37,41 +36,26 @@ from cupy_flash.planning.planner import make_plan
 
 # Fields that every row of a benchmark record has.
 FIELDS = {
-    "provider",
-    "kernel_digest",
-    "device",
-    "dtype",
-    "batch",
-    "seqlen_q",
-    "seqlen_k",
-    "heads_q",
-    "heads_kv",
-    "head_dim",
-    "head_dim_v",
-    "causal",
-    "q_offset",
-    "tile",
-    "median_ms",
-    "tflops",
-    "max_error",
-    "versions",
+    *("provider", "kernel_digest", "device", "dtype", "batch", "seqlen_q", "seqlen_k", "heads_q"),
+    *("heads_kv", "head_dim", "head_dim_v", "causal", "q_offset", "tile", "median_ms", "tflops"),
+    *("max_error", "versions"),
 }
 RAGGED = (
     *("--seqlen-q", "113", "--seqlen-k", "203", "--batch", "1", "--heads", "2"),
     *("--head-dim", "24", "--dtype", "float32"),
 )
 ON_CPU = ("--provider", "cupy_flash-cpu,numpy-naive", "--repeats", "3")
+# Options that make two, or three, small cases.
+TWO = ("--seqlen-q", "113,203", "--heads", "2", "--head-dim", "24")
+THREE = ("--seqlen-q", "113,239,307", "--batch", "1", "--heads", "2", "--head-dim", "24")
 
 
-def bench(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["bench", *arguments], catch_exceptions=False)
+def bench(*arguments: str, code: int = 0) -> Result:
+    return commands.run("bench", *arguments, code=code)
 
 
-def record(tmp_path: Path, *arguments: str, exit_code: int = 0) -> dict[str, Any]:
-    path = tmp_path / "rows.json"
-    result = bench(*arguments, "--output", str(path))
-    assert result.exit_code == exit_code, result.output
-    return json.loads(path.read_text(encoding="utf-8"))
+def record(tmp_path: Path, *arguments: str, code: int = 0) -> dict[str, Any]:
+    return commands.record_of(tmp_path / "rows.json", "bench", *arguments, code=code)
 
 
 def test_a_json_record_has_the_promised_fields_and_its_provenance(tmp_path: Path) -> None:
@@ -106,7 +90,7 @@ def test_rates_and_speedups_follow_from_the_times(tmp_path: Path) -> None:
 def test_csv_and_markdown_hold_a_line_for_each_row(tmp_path: Path) -> None:
     for suffix in ("csv", "md"):
         path = tmp_path / f"rows.{suffix}"
-        assert bench(*RAGGED, *ON_CPU, "--output", str(path)).exit_code == 0
+        bench(*RAGGED, *ON_CPU, "--output", str(path))
     rows = list(csv.DictReader((tmp_path / "rows.csv").read_text(encoding="utf-8").splitlines()))
     lines = (tmp_path / "rows.md").read_text(encoding="utf-8").splitlines()
 
@@ -118,37 +102,26 @@ def test_csv_and_markdown_hold_a_line_for_each_row(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_table_fits_80_columns_and_states_the_flop_convention(monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-
     result = bench(*RAGGED, *ON_CPU, "--causal", "no,yes", "--layout", "bshd,bhsd")
-
-    assert result.exit_code == 0
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert "FLOPs = " in result.stdout
     assert "\x1b" not in result.stdout
 
 
-def test_a_wrong_result_of_ours_is_marked_and_exits_with_1(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def wrong(q: np.ndarray, *_: object, **__: object) -> np.ndarray:
-        return np.zeros_like(q)
+def zeros(q: np.ndarray, *_: object, **__: object) -> np.ndarray:
+    return np.zeros_like(q)
 
-    monkeypatch.setattr("cupy_flash.cli.cases.inputs.flash_attention", wrong)
-    result = bench(*RAGGED, *ON_CPU)
 
-    assert result.exit_code == 1
-    assert "!: over the bound" in result.stdout
+def test_a_wrong_result_of_ours_is_marked_and_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cupy_flash.cli.cases.inputs.flash_attention", zeros)
+
+    assert "!: over the bound" in bench(*RAGGED, *ON_CPU, code=1).stdout
 
 
 def test_a_less_exact_peer_is_marked_but_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(q: np.ndarray, *_: object, **__: object) -> np.ndarray:
-        return np.zeros_like(q)
+    monkeypatch.setattr("cupy_flash.cli.providers.providers.attention_naive", zeros)
 
-    monkeypatch.setattr("cupy_flash.cli.providers.providers.attention_naive", wrong)
-    result = bench(*RAGGED, *ON_CPU)
-
-    assert result.exit_code == 0
-    assert "!: over the bound" in result.stdout
+    assert "!: over the bound" in bench(*RAGGED, *ON_CPU).stdout
 
 
 def test_a_skipped_check_is_said(tmp_path: Path) -> None:
@@ -159,7 +132,7 @@ def test_a_skipped_check_is_said(tmp_path: Path) -> None:
 
 
 def test_a_cell_that_would_take_too_long_gets_a_reason(tmp_path: Path) -> None:
-    data = record(tmp_path, *RAGGED, *ON_CPU, "--cell-seconds", "0.000001", exit_code=1)
+    data = record(tmp_path, *RAGGED, *ON_CPU, "--cell-seconds", "0.000001", code=1)
 
     assert all("too long for --cell-seconds" in row["reason"] for row in data["rows"])
     assert {row["median_ms"] for row in data["rows"]} == {None}
@@ -198,65 +171,55 @@ def test_a_forced_tile_is_clipped_to_the_sequences(tmp_path: Path) -> None:
 
 
 def test_a_forced_tile_that_no_worker_has_room_for_is_refused() -> None:
-    result = bench(
-        *("--provider", "cupy_flash-cpu", "--seqlen-q", "8192", "--heads", "1"),
-        *("--br", "8192", "--bc", "8192"),
-    )
+    case = ("--provider", "cupy_flash-cpu", "--seqlen-q", "8192", "--heads", "1")
+    result = bench(*case, "--br", "8192", "--bc", "8192", code=2)
 
-    assert result.exit_code == 2
     assert "MiB of scratch per worker, more than 60.0 MiB; choose a smaller" in result.stderr
 
 
 @pytest.fixture
-def overflowing(tmp_path: Path) -> Path:
-    """Save finite float32 inputs; the scores of the first of two heads overflow."""
+def overflowing() -> dict[str, np.ndarray]:
+    """Finite float32 inputs; the scores of the first of two heads overflow."""
     rng = np.random.default_rng(3)
     q, k, v = (rng.standard_normal((1, 37, 2, 8)).astype(np.float32) for _ in "qkv")
     q[:, :, 0] *= np.float32(1e30)
     k[:, :, 0] *= np.float32(1e30)
-    path = tmp_path / "qkv.npz"
-    np.savez(path, q=q, k=k, v=v)
-    return path
+    return {"q": q, "k": k, "v": v}
 
 
 def test_rows_on_which_the_naive_formula_overflows_are_not_compared(
-    overflowing: Path, tmp_path: Path
+    overflowing: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
-    rows = record(tmp_path, "--input", str(overflowing), *ON_CPU)["rows"]
+    rows = record(tmp_path, *commands.input_options(tmp_path, **overflowing), *ON_CPU)["rows"]
 
     assert {row["check"] for row in rows} == {"passed"}
     assert {row["checked_rows"] for row in rows} == {37}
 
 
 def test_where_the_naive_formula_overflows_throughout_that_is_said_instead_of_an_error(
-    overflowing: Path,
+    overflowing: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
-    with np.load(overflowing) as file:
-        first = {name: file[name][:, :, :1] for name in "qkv"}
-    np.savez(overflowing, **first)
-    result = bench("--input", str(overflowing), *ON_CPU)
+    first = {name: array[:, :, :1] for name, array in overflowing.items()}
+    result = bench(*commands.input_options(tmp_path, **first), *ON_CPU)
 
-    assert result.exit_code == 0
     assert "not compared: 37 query rows, on which the naive formula" in result.stdout
     assert "error: " not in result.stdout
     assert not re.search(r"\d!", result.stdout)
 
 
 def test_a_q_offset_applies_to_the_causal_half_of_a_sweep_over_a_file(
-    overflowing: Path, tmp_path: Path
+    overflowing: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
     both = ("--causal", "no,yes", "--q-offset", "3", "--provider", "cupy_flash-cpu")
-    rows = record(tmp_path, "--input", str(overflowing), *both, "--repeats", "3")["rows"]
+    options = commands.input_options(tmp_path, **overflowing)
+    rows = record(tmp_path, *options, *both, "--repeats", "3")["rows"]
 
     assert [(row["causal"], row["q_offset"]) for row in rows] == [(False, 0), (True, 3)]
 
 
 def test_real_inputs_are_read_from_an_npz_file(tmp_path: Path) -> None:
-    rng = np.random.default_rng(3)
-    q, k, v = (rng.standard_normal((2, n, h, 8)) for n, h in ((37, 6), (53, 3), (53, 3)))
-    path = tmp_path / "qkv.npz"
-    np.savez(path, **{n: a.astype(np.float16) for n, a in zip("qkv", (q, k, v), strict=True)})
-    ours, _ = record(tmp_path, "--input", str(path), *ON_CPU, "--causal")["rows"]
+    options = commands.input_options(tmp_path, **commands.float16_inputs())
+    ours, _ = record(tmp_path, *options, *ON_CPU, "--causal")["rows"]
 
     assert (ours["dtype"], ours["seqlen_q"], ours["seqlen_k"]) == ("float16", 37, 53)
     assert (ours["heads_q"], ours["heads_kv"]) == (6, 3)
@@ -265,9 +228,8 @@ def test_real_inputs_are_read_from_an_npz_file(tmp_path: Path) -> None:
 
 def test_bfloat16_survives_an_npz_file(tmp_path: Path) -> None:
     array = np.ones((1, 5, 1, 8), ml_dtypes.bfloat16)
-    path = tmp_path / "qkv.npz"
-    np.savez(path, q=array, k=array, v=array)
-    ours, _ = record(tmp_path, "--input", str(path), *ON_CPU)["rows"]
+    options = commands.input_options(tmp_path, q=array, k=array, v=array)
+    ours, _ = record(tmp_path, *options, *ON_CPU)["rows"]
 
     assert ours["dtype"] == "bfloat16"
 
@@ -287,13 +249,7 @@ def test_bfloat16_survives_an_npz_file(tmp_path: Path) -> None:
 def test_an_npz_file_without_usable_arrays_is_refused(
     tmp_path: Path, arrays: dict[str, np.ndarray], says: str
 ) -> None:
-    path = tmp_path / "qkv.npz"
-    np.savez(path, **arrays)
-    result = bench("--input", str(path))
-
-    assert result.exit_code == 2
-    assert says in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert says in commands.refusal("bench", *commands.input_options(tmp_path, **arrays))
 
 
 def test_empty_sequences_have_a_row_of_their_own(tmp_path: Path) -> None:
@@ -315,16 +271,15 @@ def test_torch_is_left_out_where_its_causal_mask_means_something_else(
 
 
 def test_torchs_refusal_is_told_by_what_it_warned_of() -> None:
+    wrong_size = "Expected query, key and value to have head_dim <= 256."
     warned = [
         "Memory efficient kernel not used because: (Triggered internally at sdp_utils.cpp:1.)",
         "Memory Efficient attention has been runtime disabled. (Triggered internally at x)",
         "Flash attention kernel not used because: (Triggered internally at x)",
-        "Expected query, key and value to have head_dim <= 256. (Triggered internally at x)",
+        f"{wrong_size} (Triggered internally at x)",
     ]
 
-    assert torch_providers.refusal(warned, "No available kernel.") == (
-        "Expected query, key and value to have head_dim <= 256."
-    )
+    assert torch_providers.refusal(warned, "No available kernel.") == wrong_size
     assert torch_providers.refusal([], "No available kernel.\nmore") == "No available kernel."
 
 
@@ -357,10 +312,9 @@ def test_a_kernel_of_ours_that_fails_costs_its_cell_alone_and_exits_with_1(
 
     monkeypatch.setattr("cupy_flash.cli.cases.inputs.flash_attention", broken)
     path = tmp_path / "rows.json"
-    result = bench(*RAGGED, *ON_CPU, "--output", str(path))
-    ours, naive = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    result = bench(*RAGGED, *ON_CPU, "--output", str(path), code=1)
+    ours, naive = commands.written(path)["rows"]
 
-    assert result.exit_code == 1
     assert "Compiler log" in result.stderr
     assert ours["reason"] == "it does not compile"
     assert naive["median_ms"] > 0
@@ -381,7 +335,7 @@ def test_a_record_says_its_version_and_how_its_times_were_taken(tmp_path: Path) 
 
 
 def test_what_was_not_timed_was_timed_by_nothing(tmp_path: Path) -> None:
-    (row,) = record(tmp_path, *RAGGED, "--provider", "torch-flash", exit_code=1)["rows"]
+    (row,) = record(tmp_path, *RAGGED, "--provider", "torch-flash", code=1)["rows"]
 
     assert row["reason"]
     assert row["timed_by"] is row["call_ms"] is row["peak_bytes"] is None
@@ -405,13 +359,9 @@ def test_a_throttled_and_busy_gpu_is_flagged_below_the_table(
         watch = GpuWatch()
         yield watch
         # The real watch also sets its state only at the end.
-        watch.state = GpuState(
-            samples=10,
-            sm_clock_mhz=(1410, 1200, 1980),
-            max_sm_clock_mhz=1980,
-            held_down={"thermal slowdown": 0.5},
-            busy_before=88,
-        )
+        clock = {"sm_clock_mhz": (1410, 1200, 1980), "max_sm_clock_mhz": 1980}
+        slow = {"thermal slowdown": 0.5}
+        watch.state = GpuState(samples=10, **clock, held_down=slow, busy_before=88)
 
     monkeypatch.setattr("cupy_flash.cli.bench.bench.watched", watched)
     lines = bench(*RAGGED, *ON_CPU).stdout.splitlines()
@@ -429,10 +379,9 @@ def test_ratios_taken_on_a_busy_cpu_are_qualified_where_they_are_read(
 ) -> None:
     monkeypatch.setattr(CpuWatch, "state", CpuState(97.0))
     path = tmp_path / "rows.json"
-    shape = ("--seqlen-q", "113,203", "--heads", "2", "--head-dim", "24")
     monkeypatch.setenv("COLUMNS", "200")
-    lines = bench(*shape, *ON_CPU, "--output", str(path)).stdout.splitlines()
-    head = json.loads(path.read_text(encoding="utf-8"))["metadata"]
+    lines = bench(*TWO, *ON_CPU, "--output", str(path)).stdout.splitlines()
+    head = commands.written(path)["metadata"]
     (summary,) = [line for line in lines if " times as fast as " in line]
 
     assert summary.endswith(" (others used 97% of the CPU; ratios are not reliable)")
@@ -446,28 +395,22 @@ def test_ratios_taken_on_a_cpu_at_rest_are_not_qualified(
 ) -> None:
     monkeypatch.setattr(CpuWatch, "state", CpuState(3.0))
     path = tmp_path / "rows.json"
-    shape = ("--seqlen-q", "113,203", "--heads", "2", "--head-dim", "24")
-    result = bench(*shape, *ON_CPU, "--output", str(path))
+    result = bench(*TWO, *ON_CPU, "--output", str(path))
 
     assert "not reliable" not in result.output
-    assert json.loads(path.read_text(encoding="utf-8"))["metadata"]["unreliable"] is None
+    assert commands.written(path)["metadata"]["unreliable"] is None
 
 
 @pytest.mark.parametrize(
     ("seqlens", "tiles"),
-    [
-        ("113,203", {"on s113: cpu 113x113", "on s203: cpu 203x203"}),
-        ("113", {": cpu 113x113"}),
-    ],
+    [("113,203", {"on s113: cpu 113x113", "on s203: cpu 203x203"}), ("113", {": cpu 113x113"})],
 )
 def test_a_line_on_a_tile_says_for_which_case_it_is(seqlens: str, tiles: set[str]) -> None:
     shape = ("--seqlen-q", seqlens, "--heads", "1", "--head-dim", "24")
     lines = bench(*shape, *ON_CPU).stdout.splitlines()
-    name = "cupy_flash-cpu"
+    found = [re.match("cupy_flash-cpu(.*: cpu .*)", line) for line in lines]
 
-    assert {line[len(name) :].strip() for line in lines if re.match(f"{name}.*: cpu ", line)} == (
-        tiles
-    )
+    assert {line[1].strip() for line in found if line} == tiles
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -502,56 +445,47 @@ def test_a_case_without_inputs_is_skipped_with_the_reason_and_the_run_goes_on(
     shape = ("--seqlen-q", "239,113", "--batch", "1", "--heads", "2", "--head-dim", "24")
     rows = record(tmp_path, *shape, *ON_CPU, "--dtype", "float32")["rows"]
 
-    assert [row["reason"] for row in rows] == [
-        *["no inputs: Unable to allocate 3 GiB"] * 2,
-        None,
-        None,
-    ]
+    reason = "no inputs: Unable to allocate 3 GiB"
+    assert [row["reason"] for row in rows] == [reason, reason, None, None]
 
 
 def test_a_gpu_that_is_of_no_use_any_more_costs_the_rows_that_follow_and_not_the_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    lost = "cudaErrorIllegalAddress: an illegal memory access"
     useless = False
 
     def free_bytes(*, on_gpu: bool) -> int:
         if useless:
-            raise RuntimeError("cudaErrorIllegalAddress: an illegal memory access")
+            raise RuntimeError(lost)
         return 1 << 40
 
     def release_memory() -> None:
         nonlocal useless
         useless = True
-        raise RuntimeError("cudaErrorIllegalAddress: an illegal memory access")
+        raise RuntimeError(lost)
 
     monkeypatch.setattr("cupy_flash.cli.providers.providers.free_bytes", free_bytes)
     monkeypatch.setattr("cupy_flash.cli.providers.providers.release_memory", release_memory)
     shape = ("--seqlen-q", "113,239", "--batch", "1", "--heads", "2", "--head-dim", "24")
     rows = record(tmp_path, *shape, *ON_CPU, "--dtype", "float32")["rows"]
 
-    assert [row["reason"] for row in rows] == [
-        None,
-        None,
-        *["no inputs: cudaErrorIllegalAddress: an illegal memory access"] * 2,
-    ]
+    assert [row["reason"] for row in rows] == [None] * 2 + [f"no inputs: {lost}"] * 2
 
 
 def test_a_torch_that_cannot_be_imported_is_left_out_and_says_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    reason = "libcublas.so.13: cannot open shared object file"
+
     def broken() -> None:
-        raise OSError("libcublas.so.13: cannot open shared object file")
+        raise OSError(reason)
 
     monkeypatch.setattr(torch_providers, "gpu_unavailable", lambda: None)
     monkeypatch.setattr(torch_providers.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch_providers, "torch_module", broken)
 
-    assert torch_providers.why_no_torch.__wrapped__() == (
-        "torch cannot be imported: libcublas.so.13: cannot open shared object file"
-    )
-
-
-THREE = ("--seqlen-q", "113,239,307", "--batch", "1", "--heads", "2", "--head-dim", "24")
+    assert torch_providers.why_no_torch.__wrapped__() == f"torch cannot be imported: {reason}"
 
 
 def test_into_a_file_each_case_has_a_line_of_progress_with_the_fastest() -> None:
@@ -566,7 +500,7 @@ def test_into_a_file_each_case_has_a_line_of_progress_with_the_fastest() -> None
 
 
 def test_the_progress_of_a_case_that_was_not_timed_says_so() -> None:
-    result = bench(*THREE, "--provider", "cupy_flash-cpu", "--cell-seconds", "1e-9")
+    result = bench(*THREE, "--provider", "cupy_flash-cpu", "--cell-seconds", "1e-9", code=1)
 
     assert result.stderr.splitlines()[-1] == "[3/3] s307: not timed"
 
@@ -599,10 +533,7 @@ def reason_lines(reasons: Sequence[str | None], capsys: pytest.CaptureFixture[st
     [
         (["takes 2 s"], ["numpy-naive: takes 2 s"]),
         ([None, "takes 2 s"], ["numpy-naive on s239: takes 2 s"]),
-        (
-            ["takes 12 s", None, "takes 9.5 s"],
-            ["numpy-naive on s113, s307: takes 9.5 to 12 s"],
-        ),
+        (["takes 12 s", None, "takes 9.5 s"], ["numpy-naive on s113, s307: takes 9.5 to 12 s"]),
         (
             [None, "takes 2 s", "takes 3 s", "takes 4 s", "takes 5 s"],
             ["numpy-naive on s239, s307, s512, and 1 more: takes 2 to 5 s"],
@@ -634,48 +565,47 @@ def test_a_reason_names_its_cases_and_joins_what_differs_in_numbers(
 LONG_NAMES = ("cupy_flash-hopper", "cupy_flash-mma", "torch-efficient", "cupy-library")
 
 
-def gpu_table(
-    width: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    *,
-    timed_by: str = "graph",
-    **shown: bool,
-) -> list[str]:
-    """Return the lines of a table as after a GPU run; the kernels take less than a millisecond."""
-    monkeypatch.setenv("COLUMNS", str(width))
-    settings = Settings(3, 20, 20.0, 0, check=True, **{"host_time": False, **shown})
-    table = []
-    for seqlen, causal in ((1024, False), (16384, True)):
-        case = Case("bfloat16", 4, seqlen, seqlen, 16, 16, 128, 128, causal)
-        cells = []
-        for index, name in enumerate(LONG_NAMES):
-            ms = 0.0625 * 2**index
-            cell = Cell(provider(name), case, max_error=1e-3, passed=True)
-            cell.time = Spread(ms, 0.98 * ms, 1.02 * ms, 20)
-            cell.timed_by = "events" if index == 3 else timed_by
-            cell.call = Spread(ms + 0.0125, ms, ms + 0.02, 20)
-            cells.append(cell)
-        set_speedups(cells, ["cupy-library"])
-        table.append(cells)
-    rows = [[record_row(cell, None, "a GPU", {}) for cell in cells] for cells in table]
-    print_cells(table, rows, [], "a GPU", ["cupy-library"], settings)
-    return capsys.readouterr().out.splitlines()
+GpuTable = Callable[..., list[str]]
+
+
+@pytest.fixture
+def gpu_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> GpuTable:
+    """Function that returns the lines of a table of GPU times, all below a millisecond."""
+
+    def table_of(width: int, *, timed_by: str = "graph", **shown: bool) -> list[str]:
+        monkeypatch.setenv("COLUMNS", str(width))
+        settings = Settings(3, 20, 20.0, 0, check=True, **{"host_time": False, **shown})
+        table = []
+        for seqlen, causal in ((1024, False), (16384, True)):
+            case = Case("bfloat16", 4, seqlen, seqlen, 16, 16, 128, 128, causal)
+            cells = []
+            for index, name in enumerate(LONG_NAMES):
+                ms = 0.0625 * 2**index
+                cell = Cell(provider(name), case, max_error=1e-3, passed=True)
+                cell.time = Spread(ms, 0.98 * ms, 1.02 * ms, 20)
+                cell.timed_by = "events" if index == 3 else timed_by
+                cell.call = Spread(ms + 0.0125, ms, ms + 0.02, 20)
+                cells.append(cell)
+            set_speedups(cells, ["cupy-library"])
+            table.append(cells)
+        rows = [[record_row(cell, None, "a GPU", {}) for cell in cells] for cells in table]
+        print_cells(table, rows, [], "a GPU", ["cupy-library"], settings)
+        return capsys.readouterr().out.splitlines()
+
+    return table_of
 
 
 def test_in_80_columns_the_longest_names_leave_room_for_gpu_times_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    gpu_table: GpuTable,
 ) -> None:
-    lines = gpu_table(80, monkeypatch, capsys)
+    lines = gpu_table(80)
 
     assert max(map(len, lines)) <= 80
     assert not any("call" in line.split() for line in lines)
 
 
-def test_a_wide_table_has_call_times_beside_gpu_times(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = gpu_table(120, monkeypatch, capsys, memory=True, host_time=True)
+def test_a_wide_table_has_call_times_beside_gpu_times(gpu_table: GpuTable) -> None:
+    lines = gpu_table(120, memory=True, host_time=True)
     heading = next(line for line in lines if "provider" in line)
     first = next(line for line in lines if "cupy_flash-hopper" in line)
 
@@ -687,12 +617,8 @@ def test_a_wide_table_has_call_times_beside_gpu_times(
     assert "host us: host time of a call in us, until the call returns to Python." in lines
 
 
-def test_host_times_bring_call_times_into_a_narrow_table_too(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = gpu_table(80, monkeypatch, capsys, host_time=True)
-
-    assert any("call" in line.split() for line in lines)
+def test_host_times_bring_call_times_into_a_narrow_table_too(gpu_table: GpuTable) -> None:
+    assert any("call" in line.split() for line in gpu_table(80, host_time=True))
 
 
 @pytest.mark.parametrize(
@@ -703,11 +629,9 @@ def test_host_times_bring_call_times_into_a_narrow_table_too(
     ],
 )
 def test_whose_calls_were_timed_instead_of_a_graph_is_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], timed_by: str, says: str
+    gpu_table: GpuTable, timed_by: str, says: str
 ) -> None:
-    text = " ".join(gpu_table(120, monkeypatch, capsys, timed_by=timed_by))
-
-    assert says in text
+    assert says in " ".join(gpu_table(120, timed_by=timed_by))
 
 
 # ---- On a fake GPU
@@ -738,10 +662,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     ],
 )
 def test_on_a_gpu_the_library_is_timed_beside_who_serves_such_cases_there(
-    arguments: tuple[str, ...],
-    providers: list[str],
-    tmp_path: Path,
-    watched: list[str | None],
+    arguments: tuple[str, ...], providers: list[str], tmp_path: Path, watched: list[str | None]
 ) -> None:
     data = record(tmp_path, *arguments, "--repeats", "3", "--host-time")
     head, rows = data["metadata"], data["rows"]
@@ -754,7 +675,7 @@ def test_on_a_gpu_the_library_is_timed_beside_who_serves_such_cases_there(
     assert len(watched) == 1
     assert watched[0] == sys.modules["cupy"].cuda.Device().pci_bus_id
     assert (head["gpu_state"] is None, head["cpu_state"]) == (False, None)
-    # Reading a cache is compared with this copy rate.
+    # The rate at which a cache is read is compared with this copy rate.
     assert head.get("copy_tb_per_s") == (3.0 if "--cache" in arguments else None)
 
 
@@ -799,7 +720,7 @@ def test_speedups_of_a_preset_refer_to_its_own_baseline_or_to_the_one_that_is_gi
 ) -> None:
     asked = "torch-math,torch-cudnn"
     more = ("--baseline", given) if given else ()
-    data = record(tmp_path, "--preset", "decode", "--provider", asked, *more, exit_code=1)
+    data = record(tmp_path, "--preset", "decode", "--provider", asked, *more, code=1)
     own = [name for name in asked.split(",") if name in presets.preset("decode").baseline]
 
     assert data["metadata"]["baseline"] == (given.split(",") if given else own)

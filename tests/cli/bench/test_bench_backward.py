@@ -7,16 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from support import commands
 from support.gpu import fake_cupy
 
 from cupy_flash.cli.bench.table import timing_text
 from cupy_flash.cli.cases import inputs as inputs_module
 from cupy_flash.cli.cases import presets
 from cupy_flash.cli.cases.cases import Case, describe
-from cupy_flash.cli.main import main
 from cupy_flash.cli.measure.runner import Settings
 from cupy_flash.cli.providers.providers import provider
 from cupy_flash.cli.records import environment, records
@@ -31,15 +29,9 @@ ON_CPU = ("--provider", "cupy_flash-cpu,numpy-naive", "--repeats", "3")
 OF_PRESETS = {name: name.removesuffix("-backward") for name in presets.NAMES if "backward" in name}
 
 
-def bench(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["bench", *arguments], catch_exceptions=False)
-
-
-def recorded(tmp_path: Path, *arguments: str, exit_code: int = 0) -> tuple[Path, dict[str, Any]]:
+def recorded(tmp_path: Path, *arguments: str) -> tuple[Path, dict[str, Any]]:
     path = tmp_path / "rows.json"
-    result = bench(*arguments, "--output", str(path))
-    assert result.exit_code == exit_code, result.output
-    return path, json.loads(path.read_text(encoding="utf-8"))
+    return path, commands.record_of(path, "bench", *arguments)
 
 
 @pytest.mark.slow
@@ -98,7 +90,7 @@ def test_packed_sequences_stand_beside_equal_ones(tmp_path: Path, more: tuple[st
 
 @pytest.mark.slow
 def test_the_table_says_what_is_timed_and_what_an_error_is() -> None:
-    out = " ".join(bench(*RAGGED, *ON_CPU).stdout.split())
+    out = " ".join(commands.run("bench", *RAGGED, *ON_CPU).stdout.split())
 
     assert "fp32 backward b2" in out
     assert "FLOPs of gradients = 2 * batch" in out
@@ -142,9 +134,9 @@ def test_each_gradient_is_checked(
         return tuple(found.values())
 
     monkeypatch.setattr(inputs_module, "flash_attention_backward", wrong)
-    result = bench(*RAGGED, "--provider", "cupy_flash-cpu", "--repeats", "3")
+    alone = ("--provider", "cupy_flash-cpu", "--repeats", "3")
+    result = commands.run("bench", *RAGGED, *alone, code=1)
 
-    assert result.exit_code == 1
     assert "!: over the bound" in result.stdout
 
 
@@ -157,11 +149,7 @@ def test_each_gradient_is_checked(
     ],
 )
 def test_what_has_no_gradients_is_refused_in_one_line(options: tuple[str, ...], says: str) -> None:
-    result = bench("--backward", *options)
-
-    assert result.exit_code == 2
-    assert says in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert says in commands.refusal("bench", "--backward", *options)
 
 
 def test_a_family_without_gradients_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,11 +161,8 @@ def test_a_family_without_gradients_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_real_inputs_have_gradients_too(tmp_path: Path) -> None:
-    rng = np.random.default_rng(3)
-    q, k, v = (rng.standard_normal((2, n, h, 8)) for n, h in ((37, 6), (53, 3), (53, 3)))
-    path = tmp_path / "qkv.npz"
-    np.savez(path, **{n: a.astype(np.float16) for n, a in zip("qkv", (q, k, v), strict=True)})
-    _, data = recorded(tmp_path, "--backward", "--input", str(path), *ON_CPU, "--causal")
+    options = commands.input_options(tmp_path, **commands.float16_inputs())
+    _, data = recorded(tmp_path, "--backward", *options, *ON_CPU, "--causal")
 
     assert {row["check"] for row in data["rows"]} == {"passed"}
 
@@ -261,9 +246,8 @@ def test_the_grid_of_gradients_is_that_of_the_paper() -> None:
 
 
 def test_gradients_of_equal_head_dims_count_two_and_a_half_times_the_output() -> None:
-    for mine, forward in zip(
-        presets.preset("fa3-grid-backward").cases, presets.preset("fa3-grid").cases, strict=True
-    ):
+    cases = (presets.preset(name).cases for name in ("fa3-grid-backward", "fa3-grid"))
+    for mine, forward in zip(*cases, strict=True):
         assert mine.flops() == 2.5 * forward.flops()
 
 

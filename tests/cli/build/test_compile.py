@@ -3,40 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from support import commands
+from support.compilers import needs_compiler
 
 from cupy_flash.cli.build import build as build_module
 from cupy_flash.cli.build import compile as compile_module
 from cupy_flash.cli.build import kernel_sets
 from cupy_flash.cli.cases.cases import Case
-from cupy_flash.cli.main import main
 from cupy_flash.errors import CompileError
 from cupy_flash.families import FAMILIES, FORWARD, TranslationUnit
-from cupy_flash.gpu.compiler import (
-    CUBINS_VARIABLE,
-    compile_cubin,
-    find_prebuilt,
-    prebuilt_name,
-    why_no_compiler,
-)
+from cupy_flash.gpu.compiler import CUBINS_VARIABLE, compile_cubin, find_prebuilt, prebuilt_name
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import Plan, make_plan
 from cupy_flash.problem.arrays import DTYPES
 from cupy_flash.problem.device import ARCHITECTURES, Device, Resources, device_for_arch
-from cupy_flash.problem.problem import Problem, make_contiguous_problem
+from cupy_flash.problem.problem import Problem
 
-needs_compiler = pytest.mark.skipif(
-    why_no_compiler() is not None, reason="needs NVRTC, which comes with the cuda extras"
-)
+SM_90 = device_for_arch("sm_90")
 
 
-def compile_(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["compile", *arguments], catch_exceptions=False)
+def compile_(*arguments: str, code: int = 0) -> Result:
+    return commands.run("compile", *arguments, code=code)
 
 
 def small_problem(dtype: str = "float32", direction: str = "forward") -> Problem:
@@ -44,9 +38,10 @@ def small_problem(dtype: str = "float32", direction: str = "forward") -> Problem
 
 
 @pytest.fixture
-def no_other_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restrict `compile` to attention kernels, which the test chooses."""
+def only(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Function that restricts `compile` to the kernels of the plans that its argument makes."""
     monkeypatch.setattr(kernel_sets, "other_units", lambda **_: [])
+    return lambda plans: monkeypatch.setattr(kernel_sets, "default_plans", plans)
 
 
 def one_plan(device: Device) -> list[Plan]:
@@ -63,14 +58,13 @@ def broken_plan(device: Device) -> list[Plan]:
 @pytest.mark.slow
 @needs_compiler
 def test_cubins_are_written_by_digest_and_found_where_the_variable_points(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_other_units: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only: Any
 ) -> None:
-    monkeypatch.setattr(kernel_sets, "default_plans", one_plan)
+    only(one_plan)
     folder = tmp_path / "new" / "cubins"
     result = compile_("--arch", "sm_80", "--arch", "sm_90", "--output", str(folder))
     monkeypatch.setenv(CUBINS_VARIABLE, str(folder))
 
-    assert result.exit_code == 0, result.output
     assert f"2 cubins in {folder}" in result.stdout.replace("\n", "")
     for arch in ("sm_80", "sm_90"):
         device = device_for_arch(arch)
@@ -82,13 +76,10 @@ def test_cubins_are_written_by_digest_and_found_where_the_variable_points(
 
 
 @needs_compiler
-def test_a_kernel_that_does_not_compile_shows_the_log_and_exits_with_1(
-    monkeypatch: pytest.MonkeyPatch, no_other_units: None
-) -> None:
-    monkeypatch.setattr(kernel_sets, "default_plans", broken_plan)
-    result = compile_("--arch", "sm_90")
+def test_a_kernel_that_does_not_compile_shows_the_log_and_exits_with_1(only: Any) -> None:
+    only(broken_plan)
+    result = compile_("--arch", "sm_90", code=1)
 
-    assert result.exit_code == 1
     assert "this is wrong" in result.stderr
     assert "1 of 1 kernels do not compile" in result.stderr
     assert "FAILED" in result.stdout
@@ -96,13 +87,10 @@ def test_a_kernel_that_does_not_compile_shows_the_log_and_exits_with_1(
 
 @pytest.mark.slow
 @needs_compiler
-def test_the_report_has_registers_spills_and_shared_memory(
-    monkeypatch: pytest.MonkeyPatch, no_other_units: None
-) -> None:
-    monkeypatch.setattr(kernel_sets, "default_plans", one_plan)
+def test_the_report_has_registers_spills_and_shared_memory(only: Any) -> None:
+    only(one_plan)
     result = compile_("--arch", "sm_90", "--workers", "1")
 
-    assert result.exit_code == 0
     assert all(name in result.stdout for name in ("regs", "spills", "KiB"))
     assert max(map(len, result.stdout.splitlines())) <= 80
 
@@ -134,7 +122,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Resources]:
             found[unit.text] = Resources(77, 0, 0)
 
     monkeypatch.setattr(compile_module, "gpu_unavailable", lambda: None)
-    monkeypatch.setattr(compile_module, "current_device", lambda: device_for_arch("sm_90"))
+    monkeypatch.setattr(compile_module, "current_device", lambda: SM_90)
     monkeypatch.setattr(build_module, "ProcessPoolExecutor", InThisProcess)
     monkeypatch.setattr(build_module, "why_no_compiler", lambda: None)
     monkeypatch.setattr(build_module, "kernel_cache", KernelCache())
@@ -148,17 +136,16 @@ def test_on_a_gpu_kernels_go_into_cupys_cache_and_that_it_keeps_none_is_said(
     loaded: dict[str, Resources],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    no_other_units: None,
+    only: Any,
 ) -> None:
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compile_module, "prepare_cupy_cache", lambda: refused)
-    monkeypatch.setattr(kernel_sets, "default_plans", one_plan)
+    only(one_plan)
     result = compile_()
     text = result.stdout.replace("\n", "")
-    (plan,) = one_plan(device_for_arch("sm_90"))
+    (plan,) = one_plan(SM_90)
     assert plan.unit is not None
 
-    assert result.exit_code == 0, result.output
     assert list(loaded) == [plan.unit.text]
     assert str(loaded[plan.unit.text].registers) in result.stdout
     assert (f"Kept in {tmp_path}" in text) is (refused is None)
@@ -166,15 +153,14 @@ def test_on_a_gpu_kernels_go_into_cupys_cache_and_that_it_keeps_none_is_said(
 
 
 def test_a_kernel_that_does_not_load_shows_the_log_and_the_others_are_kept(
-    loaded: dict[str, Resources], monkeypatch: pytest.MonkeyPatch, no_other_units: None
+    loaded: dict[str, Resources], only: Any
 ) -> None:
     def plans(device: Device) -> list[Plan]:
         return [*broken_plan(device), *one_plan(device)]
 
-    monkeypatch.setattr(kernel_sets, "default_plans", plans)
-    result = compile_()
+    only(plans)
+    result = compile_(code=1)
 
-    assert result.exit_code == 1
     assert "this is wrong" in result.stderr
     assert "1 of 2 kernels do not compile" in result.stderr
     assert len(loaded) == 1
@@ -183,24 +169,19 @@ def test_a_kernel_that_does_not_load_shows_the_log_and_the_others_are_kept(
 @needs_compiler
 @pytest.mark.parametrize("option", ["--arch", "--output"])
 def test_where_an_architecture_or_a_folder_is_given_nothing_is_loaded_on_the_gpu(
-    option: str,
-    loaded: dict[str, Resources],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    no_other_units: None,
+    option: str, loaded: dict[str, Resources], tmp_path: Path, only: Any
 ) -> None:
     def plans(device: Device) -> list[Plan]:
         (plan,) = one_plan(device)
         empty = TranslationUnit('extern "C" __global__ void attention() {}', ("attention",), "none")
         return [*broken_plan(device), dataclasses.replace(plan, unit=empty)]
 
-    monkeypatch.setattr(kernel_sets, "default_plans", plans)
-    result = compile_(option, "sm_90" if option == "--arch" else str(tmp_path))
+    only(plans)
+    result = compile_(option, "sm_90" if option == "--arch" else str(tmp_path), code=1)
     to = "; not kept without --output DIR" if option == "--arch" else f" into {tmp_path}"
 
     assert result.stderr.startswith(f"Compiling 2 kernels for sm_90{to}.\n")
     assert not loaded
-    assert result.exit_code == 1
     assert "this is wrong" in result.stderr
     assert "1 of 2 kernels do not compile" in result.stderr
     assert ("Not kept: --output DIR writes the cubins." in result.stdout) is (option == "--arch")
@@ -211,17 +192,15 @@ def test_without_a_compiler_the_message_says_how_to_get_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("cupy_flash.cli.build.build.why_no_compiler", lambda: "NVRTC is not here")
-    result = compile_("--arch", "sm_90")
+    result = compile_("--arch", "sm_90", code=1)
 
-    assert result.exit_code == 1
     assert "NVRTC is not here; pip install 'cupy_flash[cuda13]'" in result.stderr
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
-    result = compile_("--arch", "sm_90", "--output", str(tmp_path / "file" / "cubins"))
+    result = compile_("--arch", "sm_90", "--output", str(tmp_path / "file" / "cubins"), code=2)
 
-    assert result.exit_code == 2
     assert "cannot be written" in result.stderr
 
 
@@ -231,29 +210,21 @@ def test_without_a_gpu_it_asks_for_an_architecture(
 ) -> None:
     monkeypatch.setattr(compile_module, "gpu_unavailable", lambda: "no driver")
     monkeypatch.chdir(tmp_path)
-    result = compile_(*more)
+    said = "main compile: no GPU to compile for (no driver); name an architecture, for example"
 
-    assert result.exit_code == 2
-    assert result.stderr == (
-        "main compile: no GPU to compile for (no driver); name an architecture, for example "
-        "--arch sm_90\n"
-    )
+    assert compile_(*more, code=2).stderr == f"{said} --arch sm_90\n"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_without_a_name_is_refused() -> None:
-    result = compile_("--arch", "sm_90", "--output", "")
-
-    assert result.exit_code == 2
-    assert "empty name" in result.output
+    assert "empty name" in compile_("--arch", "sm_90", "--output", "", code=2).output
 
 
 def test_listing_names_the_kernels_and_builds_none() -> None:
-    result = compile_("--list", "--arch", "sm_90")
+    listing = compile_("--list", "--arch", "sm_90").stdout
 
-    assert result.exit_code == 0
-    assert "head_dim 128 causal" in result.stdout
-    assert "spills" not in result.stdout
+    assert "head_dim 128 causal" in listing
+    assert "spills" not in listing
 
 
 def test_an_architecture_is_taken_once_however_it_is_spelled() -> None:
@@ -288,38 +259,27 @@ def test_what_decodes_appends_and_merges_is_built_too(more: tuple[str, ...]) -> 
 @needs_compiler
 @pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_appends_and_merges_compiles(everything: bool) -> None:
-    device = device_for_arch("sm_90")
     units = kernel_sets.other_units(everything=everything)
     few = [unit for place, unit in enumerate(units) if place % 7 == 0]
 
     assert len({unit.text for unit in units}) == len(units)
     for unit in few:
-        resources = compile_cubin(unit, device).resources[unit.main_entry]
+        resources = compile_cubin(unit, SM_90).resources[unit.main_entry]
         assert resources.spill_bytes == 0, unit.title
 
 
 @pytest.mark.slow
 @needs_compiler
 def test_into_a_pipe_a_kernel_stands_on_one_line(
-    monkeypatch: pytest.MonkeyPatch, no_other_units: None
+    monkeypatch: pytest.MonkeyPatch, only: Any
 ) -> None:
     def long_title(device: Device) -> list[Plan]:
-        problem = make_contiguous_problem(
-            dtype="bfloat16",
-            batch=2,
-            seqlen_q=113,
-            seqlen_k=203,
-            heads_q=2,
-            heads_kv=2,
-            head_dim=128,
-            head_dim_v=64,
-            causal=True,
-        )
+        problem = Case("bfloat16", 2, 113, 203, 2, 2, 128, 64, causal=True).problem()
         return [make_plan(problem, device, family="simt")]
 
-    monkeypatch.setattr(kernel_sets, "default_plans", long_title)
+    only(long_title)
     monkeypatch.delenv("COLUMNS", raising=False)
-    (plan,) = long_title(device_for_arch("sm_90"))
+    (plan,) = long_title(SM_90)
     assert plan.unit is not None
     lines = compile_("--arch", "sm_90", "--workers", "1").stdout.splitlines()
 
@@ -331,31 +291,24 @@ def test_into_a_pipe_a_kernel_stands_on_one_line(
 def test_the_default_set_is_what_the_dispatcher_chooses_for_common_shapes(arch: int) -> None:
     device = device_for_arch(arch)
     plans = kernel_sets.default_plans(device)
-    kinds = {
-        (p.problem.direction, p.problem.dtype, p.problem.head_dim, p.problem.causal) for p in plans
-    }
+    problems = [plan.problem for plan in plans]
+    found = {(p.direction, p.dtype, p.head_dim, p.causal) for p in problems}
 
-    assert kinds == {
-        (direction, dtype, dim, causal)
-        for direction in FAMILIES
-        for dtype in ("bfloat16", "float16", "float32")
-        for dim in (64, 128)
-        for causal in (False, True)
-    }
+    dtypes = ("bfloat16", "float16", "float32")
+    assert found == set(itertools.product(FAMILIES, dtypes, (64, 128), (False, True)))
     assert all(p.family == make_plan(p.problem, device).family for p in plans)
 
 
 @pytest.mark.slow
 def test_everything_covers_each_family_with_each_dtype_that_it_serves() -> None:
-    device = device_for_arch("sm_90")
-    plans = kernel_sets.all_plans(device)
+    plans = kernel_sets.all_plans(SM_90)
     texts = [plan.unit.text for plan in plans if plan.unit]
     served = {
         (problem.direction, name, dtype)
         for dtype in DTYPES
         for problem in (small_problem(dtype), small_problem(dtype, direction="backward"))
         for name, family in FAMILIES[problem.direction].items()
-        if family.why_not(problem, device) is None
+        if family.why_not(problem, SM_90) is None
     }
 
     assert len(texts) == len(set(texts)) == len(plans)
@@ -370,84 +323,69 @@ def test_everything_covers_each_family_with_each_dtype_that_it_serves() -> None:
 @pytest.mark.slow
 def test_everything_covers_each_family_that_serves_sequences_with_each_way_they_lie() -> None:
     found: dict[str, set[str]] = {}
-    for plan in kernel_sets.all_plans(device_for_arch("sm_90")):
+    for plan in kernel_sets.all_plans(SM_90):
         if not (sequences := plan.problem.layout).is_dense:
             lie = "packed" if sequences.packed_k else "paged" if sequences.page_size else "cached"
             found.setdefault(plan.family, set()).add(lie)
 
     everything = {"packed", "paged", "cached"}
-    assert found == {
-        "decode": everything,
-        "hopper": {"packed", "cached"},
-        "mma": everything,
-        "simt": everything,
-    }
+    others = dict.fromkeys(("decode", "mma", "simt"), everything)
+    assert found == others | {"hopper": {"packed", "cached"}}
 
 
 def test_everything_holds_the_tuned_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = device_for_arch("sm_90")
     problem = small_problem()
     family = FORWARD["simt"]
-    tile = list(family.tiles(problem, device))[-1]
-    entry = tuning.Entry(
-        "some GPU",
-        90,
-        132,
-        "simt",
-        family.digest(),
-        tuning.problem_class(problem),
-        dataclasses.asdict(tile),
-        1.0,
-    )
+    tile = list(family.tiles(problem, SM_90))[-1]
+    name, fields = tuning.problem_class(problem), dataclasses.asdict(tile)
+    entry = tuning.Entry("some GPU", 90, 132, "simt", family.digest(), name, fields, 1.0)
     stale = dataclasses.replace(entry, digest="0" * 16)
     other = dataclasses.replace(entry, tile={"Br": entry.tile["Br"]})
     monkeypatch.setattr(tuning, "entries", lambda: [entry, stale, other])
 
-    assert [plan.tile for plan in kernel_sets.tuned_plans(device)] == [tile]
+    assert [plan.tile for plan in kernel_sets.tuned_plans(SM_90)] == [tile]
 
 
 @pytest.mark.slow
 def test_everything_holds_the_default_tile_where_another_is_tuned_too() -> None:
-    device, family = device_for_arch("sm_90"), FORWARD["mma"]
+    family = FORWARD["mma"]
 
     def of_bfloat16(plans: list[Plan]) -> list[Plan]:
         return [p for p in plans if (p.family, p.problem.dtype) == ("mma", "bfloat16")]
 
-    untuned = of_bfloat16(kernel_sets.all_plans(device))
-    tile = dataclasses.asdict(next(family.tiles(small_problem(), device)))
+    untuned = of_bfloat16(kernel_sets.all_plans(SM_90))
+    tile = dataclasses.asdict(next(family.tiles(small_problem(), SM_90)))
     for name in {tuning.problem_class(plan.problem) for plan in untuned}:
         tuning.save(tuning.Entry("another", 90, 132, "mma", family.digest(), name, tile, 1.0))
-    tuned = {plan.unit.text for plan in of_bfloat16(kernel_sets.all_plans(device)) if plan.unit}
+    tuned = {plan.unit.text for plan in of_bfloat16(kernel_sets.all_plans(SM_90)) if plan.unit}
 
     assert {plan.unit.text for plan in untuned if plan.unit} < tuned
 
 
+def assert_in_class(text: str) -> Problem:
+    """Return the problem that is made of the text of a class; fail unless it is in this class."""
+    problem = kernel_sets.problem_of_class(text)
+    assert problem is not None
+    assert tuning.problem_class(problem) == text
+    return problem
+
+
 def test_a_problem_class_gives_a_problem_of_that_class() -> None:
     for dtype in DTYPES:
-        text = tuning.problem_class(small_problem(dtype))
-        problem = kernel_sets.problem_of_class(text)
-        assert problem is not None
-        assert tuning.problem_class(problem) == text
+        assert_in_class(tuning.problem_class(small_problem(dtype)))
     assert kernel_sets.problem_of_class("spelled otherwise") is None
 
 
 @pytest.mark.parametrize("kind", ["cache", "page1", "page64", "packed"])
 def test_a_class_of_caches_or_packed_sequences_gives_a_problem_of_that_class(kind: str) -> None:
     lengths = "q256 k256" if kind == "packed" else "q1 k4096"
-    text = f"bfloat16 d64 dv128 causal {lengths} rows256 align16 {kind}"
-    problem = kernel_sets.problem_of_class(text)
-
-    assert problem is not None
-    assert tuning.problem_class(problem) == text
+    assert_in_class(f"bfloat16 d64 dv128 causal {lengths} rows256 align16 {kind}")
 
 
 def test_a_class_of_latents_gives_heads_over_one_of_the_cache() -> None:
-    text = "bfloat16 d576 dv512 full q1 k4096 rows256 align16 latent-cache"
-    problem = kernel_sets.problem_of_class(text)
+    problem = assert_in_class("bfloat16 d576 dv512 full q1 k4096 rows256 align16 latent-cache")
 
-    assert problem is not None
     assert (problem.heads_q, problem.heads_kv) == (256, 1)
-    assert tuning.problem_class(problem) == text
 
 
 def test_a_class_that_no_case_is_in_gives_no_problem() -> None:
@@ -458,9 +396,8 @@ def test_a_class_that_no_case_is_in_gives_no_problem() -> None:
 
 @pytest.mark.slow
 def test_no_kernel_is_built_twice_and_everything_has_more_of_them() -> None:
-    device = device_for_arch("sm_90")
     usual, everything = (
-        [plan.unit.text for plan in choose(device) if plan.unit]
+        [plan.unit.text for plan in choose(SM_90) if plan.unit]
         for choose in (kernel_sets.default_plans, kernel_sets.all_plans)
     )
     some, others = (kernel_sets.other_units(everything=every) for every in (False, True))

@@ -1,4 +1,4 @@
-"""Modifications of a case: as text, as arguments of the library, and the work that they leave."""
+"""Modifications of a case: as text, as arguments of the library, and in FLOPs and bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from support import commands
 from support.gpu import fake_cupy
 
 from cupy_flash import (
@@ -30,7 +31,6 @@ from cupy_flash.cli.cases.mod_options import modified
 from cupy_flash.cli.cases.mods import PLAIN, SPANS, CaseMods
 from cupy_flash.cli.cases.visible import VisibleKeys
 from cupy_flash.cli.cases.workload import groups_of, read_workload
-from cupy_flash.cli.main import main
 from cupy_flash.cli.measure import check as check_module
 from cupy_flash.cli.measure.check import Check
 from cupy_flash.cli.providers import torch_providers
@@ -84,9 +84,9 @@ def cases() -> list[Any]:
     ]
 
 
-def bench(*arguments: str) -> Result:
+def bench(*arguments: str, code: int = 0) -> Result:
     # The terminal is wide enough for any table; times need more columns on a busy machine.
-    return CliRunner().invoke(main, ["bench", *arguments], env={"COLUMNS": "240"})
+    return commands.run("bench", *arguments, code=code, env={"COLUMNS": "240"})
 
 
 @pytest.mark.parametrize("text", ["", *ALL])
@@ -110,10 +110,8 @@ def test_another_text_is_refused(text: str) -> None:
 def test_what_the_functions_take_for_nothing_is_nothing(text: str) -> None:
     assert CaseMods.parse(text) == PLAIN
     name, _, value = text.partition(" ")
-    result = bench(
-        f"--{name}={value}", "--seqlen-q", "8", "--repeats", "1", "--provider", "numpy-naive"
-    )
-    assert result.exit_code == 0, result.stderr
+    small = ("--seqlen-q", "8", "--repeats", "1", "--provider", "numpy-naive")
+    bench(f"--{name}={value}", *small)
 
 
 def plan_of(inputs: Inputs) -> Any:
@@ -121,11 +119,8 @@ def plan_of(inputs: Inputs) -> Any:
     call = inputs.call(on_gpu=False)
     q, k, v = call.args
     case, options = inputs.case, dict(call.keywords)
-    functions = {
-        "dense": flash_attention,
-        "cache": flash_attention_with_kvcache,
-        "varlen": flash_attention_varlen,
-    }
+    functions = {"dense": flash_attention, "varlen": flash_attention_varlen}
+    functions["cache"] = flash_attention_with_kvcache
     if case.kind == "cache":
         options["num_splits"] = case.asked_splits
     return plan(functions[case.kind], q, k, v, arch="sm_90", **options)
@@ -285,9 +280,8 @@ def test_arrays_are_drawn_once_and_brought_where_they_are_asked_for(
 
 def test_large_arrays_are_drawn_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs_module, "_DRAWN_AT_ONCE", 1000)
-    given = random_inputs(dense("bias heads, mask batch"), 0, on_gpu=False).modifications(
-        on_gpu=False
-    )
+    inputs = random_inputs(dense("bias heads, mask batch"), 0, on_gpu=False)
+    given = inputs.modifications(on_gpu=False)
 
     assert given["bias"].shape == (1, 4, 113, 203)
     assert given["mask"].dtype == bool
@@ -311,19 +305,12 @@ def test_packed_sequences_have_no_axis_for_an_array_of_each() -> None:
 
 
 def test_options_sweep_over_their_values() -> None:
-    given = {
-        "window": (CaseMods.parse("window 40:0").window, PLAIN.window),
-        "alibi": (False, True),
-        "bias": None,
-    }
+    windows = (CaseMods.parse("window 40:0").window, PLAIN.window)
+    given = {"window": windows, "alibi": (False, True), "bias": None}
     found = modified([dense(), dense(causal=True)], given)
 
-    assert [str(case.mods) for case in found] == 2 * [
-        "window 40:0",
-        "window 40:0, alibi",
-        "",
-        "alibi",
-    ]
+    texts = ["window 40:0", "window 40:0, alibi", "", "alibi"]
+    assert [str(case.mods) for case in found] == 2 * texts
     assert modified([dense()], dict.fromkeys(given)) == [dense()]
 
 
@@ -339,25 +326,19 @@ def test_options_sweep_over_their_values() -> None:
     ],
 )
 def test_a_wrong_option_says_what_is_right(option: str, says: str) -> None:
-    result = bench(option)
-
-    assert result.exit_code == 2
-    assert says in result.stderr
+    assert says in bench(option, code=2).stderr
 
 
 @pytest.mark.parametrize("names", [("--preset", "gqa"), ("--preset", "mods")])
 def test_what_names_its_cases_takes_no_modifications(names: tuple[str, str]) -> None:
-    assert "--sinks does not go with --preset" in bench(*names, "--sinks").stderr
+    assert "--sinks does not go with --preset" in bench(*names, "--sinks", code=2).stderr
 
 
 def test_a_record_holds_what_modified_a_case_and_gives_it_back(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     shape = ("--seqlen-q", "50", "--heads", "2", "--head-dim", "8", "--causal")
-    result = bench(
-        *(*shape, "--window", "9:,none", "--sinks", "no,yes", "--mod", "prefix"),
-        *("--repeats", "1", "--output", str(path)),
-    )
-    assert result.exit_code == 0, result.output
+    mods = ("--window", "9:,none", "--sinks", "no,yes", "--mod", "prefix")
+    result = bench(*shape, *mods, "--repeats", "1", "--output", str(path))
     record = records.read_bench(path)
 
     texts = ["window 9:, mod prefix", "window 9:, sinks, mod prefix", "mod prefix"]
@@ -372,19 +353,13 @@ def test_a_record_holds_what_modified_a_case_and_gives_it_back(tmp_path: Path) -
 def test_a_q_offset_places_a_window_that_is_not_causal(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     shape = ("--seqlen-q", "20", "--seqlen-k", "50", "--heads", "2", "--head-dim", "8")
-    result = bench(
-        *(*shape, "--q-offset", "-3,9", "--window", "4:2,none", "--provider", "cupy_flash-cpu"),
-        *("--repeats", "1", "--output", str(path)),
-    )
-    assert result.exit_code == 0, result.output
+    masks = ("--q-offset", "-3,9", "--window", "4:2,none")
+    alone = ("--provider", "cupy_flash-cpu", "--repeats", "1")
+    bench(*shape, *masks, *alone, "--output", str(path))
     rows = records.read_bench(path).rows
-    cases = [records.case_of(row) for row in rows]
+    found = {(case.q_offset, str(case.mods)) for case in map(records.case_of, rows)}
 
-    assert {(case.q_offset, str(case.mods)) for case in cases} == {
-        (-3, "window 4:2"),
-        (9, "window 4:2"),
-        (None, ""),
-    }
+    assert found == {(-3, "window 4:2"), (9, "window 4:2"), (None, "")}
     assert len(rows) == 3
     assert {row["check"] for row in rows} == {"passed"}
 
@@ -440,10 +415,8 @@ def test_on_a_gpu_flex_attention_stands_beside_modified_calls(
     fake_cupy.install(monkeypatch)
     monkeypatch.setattr(torch_providers, "why_no_torch", lambda: None)
     monkeypatch.setattr(check_module, "why_no_matmul", lambda: None)
-    chosen = _choose_providers(
-        None, None, ["bfloat16"], None, {"cache": False, "lengths": None}, {"sinks": (True,)}
-    )
+    dense_ones, modifications = {"cache": False, "lengths": None}, {"sinks": (True,)}
+    chosen = _choose_providers(None, None, ["bfloat16"], None, dense_ones, modifications)
 
-    assert [found.name for found in chosen] == [
-        *("cupy_flash", "torch-flex", "torch-flash", "torch-cudnn", "cupy-library")
-    ]
+    names = ["cupy_flash", "torch-flex", "torch-flash", "torch-cudnn", "cupy-library"]
+    assert [found.name for found in chosen] == names

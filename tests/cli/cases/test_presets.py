@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from support import commands
 
 from cupy_flash.cli.bench.table import STANDARD_PROVIDERS, print_cells, record_row
 from cupy_flash.cli.cases import presets
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.cases.presets import square
-from cupy_flash.cli.main import main
 from cupy_flash.cli.measure.runner import Cell, Settings, set_speedups
 from cupy_flash.cli.measure.timing import Spread
 from cupy_flash.cli.providers import providers
@@ -79,28 +77,22 @@ def test_the_cute_example_is_its_command_line_with_a_top_left_mask() -> None:
 
 @pytest.mark.parametrize("arch", [80, 86, 89, 90])
 def test_the_cute_examples_tile_is_refused_as_its_note_says(arch: int) -> None:
+    tile = freeze_tile({"Br": 128, "Bc": 128, "warps": 4})
     for case in presets.preset("cute-example").cases:
         with pytest.raises(ValueError, match="registers"):
-            make_plan(
-                case.problem(),
-                device_for_arch(arch),
-                family="mma",
-                tile=freeze_tile({"Br": 128, "Bc": 128, "warps": 4}),
-            )
+            make_plan(case.problem(), device_for_arch(arch), family="mma", tile=tile)
 
 
 def test_grouped_heads_stand_beside_plain_ones_of_the_same_flops() -> None:
     preset = presets.preset("gqa")
-    sizes = {
-        (c.batch, c.seqlen_q, c.heads_q, c.heads_kv): c.problem().flops() for c in preset.cases
-    }
+    flops = {(c.batch, c.seqlen_q, c.heads_q, c.heads_kv): c.flops() for c in preset.cases}
 
     assert preset.providers == ("cupy_flash", "torch-cudnn", "torch-flash")
     assert {(c.dtype, c.head_dim, c.causal) for c in preset.cases} == {("bfloat16", 128, False)}
-    assert len(sizes) == 8
+    assert len(flops) == 8
     for batch, seqlen in ((2, 8192), (1, 16384)):
         for heads in (32, 64):
-            assert sizes[batch, seqlen, heads, 8] == sizes[batch, seqlen, heads, heads]
+            assert flops[batch, seqlen, heads, 8] == flops[batch, seqlen, heads, heads]
 
 
 def test_wide_heads_stand_beside_heads_of_256_columns_of_the_same_flops() -> None:
@@ -128,9 +120,8 @@ def test_the_mods_preset_has_long_documents_and_decodes_with_a_window_and_withou
     *square_ones, narrow, wide, windowed, short = preset.cases
     texts = [f"{'causal ' if c.causal else ''}{c.mods}".strip() for c in square_ones]
 
-    assert {(c.batch, c.seqlen_q, c.seqlen_k, c.heads_q * c.head_dim) for c in square_ones} == {
-        (2, 8192, 8192, 2048)
-    }
+    sizes = {(c.batch, c.seqlen_q, c.seqlen_k, c.heads_q * c.head_dim) for c in square_ones}
+    assert sizes == {(2, 8192, 8192, 2048)}
     assert texts[:11] == texts[11:]
     assert texts[:11] == [
         *("", "causal", "causal window 1023:0", "causal alibi", "causal sinks", "softcap 50"),
@@ -226,26 +217,18 @@ def test_the_notes_have_what_was_published_and_where_it_was_measured(
 
 def test_a_preset_runs_and_its_record_names_it(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    result = CliRunner().invoke(
-        main,
-        [
-            *("bench", "--preset", "three-kernel", "--provider", "cupy_flash-cpu,numpy-naive"),
-            *("--skip-check", "--cell-seconds", "0.000001", "--output", str(path)),
-        ],
-        catch_exceptions=False,
-    )
-    data = json.loads(path.read_text(encoding="utf-8"))
-
+    named = ("bench", "--preset", "three-kernel", "--provider", "cupy_flash-cpu,numpy-naive")
+    options = ("--skip-check", "--cell-seconds", "0.000001", "--output", path)
     # Every cell exceeds the time limit.
-    assert result.exit_code == 1
+    result = commands.run(*named, *options, code=1)
+    data = commands.written(path)
+
     assert "three kernels 21.8565 ms" in " ".join(result.stdout.split())
     assert data["metadata"]["preset"] == "three-kernel"
 
 
 def test_an_unknown_preset_is_refused_in_one_line_that_names_those_there_are() -> None:
-    result = CliRunner().invoke(main, ["bench", "--preset", "nosuch"])
+    said = commands.refusal("bench", "--preset", "nosuch")
 
-    assert result.exit_code == 2
-    assert result.stderr.count("\n") == 1
-    assert "'nosuch' is not one of" in result.stderr
-    assert all(name in result.stderr for name in presets.NAMES)
+    assert "'nosuch' is not one of" in said
+    assert all(name in said for name in presets.NAMES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import sys
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from support import commands
 from support.gpu import fake_cupy
 
 from cupy_flash.api.kvcache import flash_attention_with_kvcache
@@ -32,7 +32,6 @@ from cupy_flash.cli.cases.sequences import (
     repeatable,
     rows_of,
 )
-from cupy_flash.cli.main import main
 from cupy_flash.cli.measure.check import Check, choose_blocks
 from cupy_flash.cli.measure.runner import Cell, Runner, Settings, set_speedups, too_large
 from cupy_flash.cli.measure.timing import Spread, Timed
@@ -440,10 +439,8 @@ def test_times_of_the_uniform_twin_are_scaled_to_the_flops_of_the_batch() -> Non
 
 @pytest.mark.usefixtures("without_gpu")
 def test_pages_are_checked_by_their_own_order_of_the_rows() -> None:
-    cells = timed(
-        Case("float32", 2, 1, 192, 4, 2, 16, 16, kind="cache"),
-        *("cupy_flash-cpu", "cupy_flash-page1", "cupy_flash-page16", "cupy_flash-page64"),
-    )
+    pages = ("cupy_flash-cpu", "cupy_flash-page1", "cupy_flash-page16", "cupy_flash-page64")
+    cells = timed(Case("float32", 2, 1, 192, 4, 2, 16, 16, kind="cache"), *pages)
 
     assert [cell.passed for cell in cells] == [True] * 4
     assert len({cell.max_error for cell in cells}) > 1
@@ -474,6 +471,8 @@ def test_a_step_that_appends_to_pages_leaves_the_other_providers_cache_alone() -
 
 SMALL = ("--batch", "2", "--seqlen-k", "203", "--heads", "4", "--kv-heads", "2")
 FAST = (*SMALL, "--head-dim", "24", "--provider", "cupy_flash-cpu", "--repeats", "3")
+SMALL_HEADS = ("--heads", "2", "--head-dim", "8")
+ON_CPU = ("--provider", "cupy_flash-cpu", "--repeats", "3")
 
 
 @pytest.mark.parametrize(
@@ -487,48 +486,38 @@ FAST = (*SMALL, "--head-dim", "24", "--provider", "cupy_flash-cpu", "--repeats",
 def test_too_few_keys_for_what_is_appended_are_those_of_an_option(
     lengths: tuple[str, ...], option: str
 ) -> None:
-    refused = bench("--cache", "--append", "--seqlen-q", "10", *lengths)
+    refused = bench("--cache", "--append", "--seqlen-q", "10", *lengths, code=2).stderr
 
-    assert refused.exit_code == 2
     assert f"--append writes --seqlen-q 10 rows among the keys of each sequence, but {option}" in (
-        refused.stderr
+        refused
     )
 
 
-def bench(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["bench", *arguments], catch_exceptions=False)
+def bench(*arguments: str, code: int = 0) -> Result:
+    return commands.run("bench", *arguments, code=code)
 
 
 def record(tmp_path: Path, *arguments: str) -> dict[str, Any]:
-    path = tmp_path / "rows.json"
-    result = bench(*arguments, "--output", str(path))
-    assert result.exit_code == 0, result.output
-    return json.loads(path.read_text(encoding="utf-8"))
+    return commands.record_of(tmp_path / "rows.json", "bench", *arguments)
 
 
 def test_options_make_every_combination_of_pages_and_splits(tmp_path: Path) -> None:
     rows = record(tmp_path, "--cache", *FAST, "--page-size", "0,16", "--num-splits", "0,2")["rows"]
 
-    assert [(row["page_size"], row["asked_splits"]) for row in rows] == [
-        (None, None),
-        (None, 2),
-        (16, None),
-        (16, 2),
-    ]
+    found = [(row["page_size"], row["asked_splits"]) for row in rows]
+    assert found == [(None, None), (None, 2), (16, None), (16, 2)]
     assert {row["kind"] for row in rows} == {"cache"}
     assert {row["check"] for row in rows} == {"passed"}
+    kv_bytes = 2 * 203 * 2 * (24 + 24) * 4
     for row in rows:
-        assert row["kv_tb_per_s"] == pytest.approx(
-            2 * 203 * 2 * (24 + 24) * 4 / (row["median_ms"] * 1e-3) / 1e12
-        )
+        assert row["kv_tb_per_s"] == pytest.approx(kv_bytes / (row["median_ms"] * 1e-3) / 1e12)
 
 
 def test_a_record_reads_back_as_its_cases(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     heads = ("--heads", "4", "--kv-heads", "2", "--head-dim", "24", "--seqlen-q", "3", "--causal")
     step = ("--cache", "--page-size", "16", "--append", "--rotary", "--lengths", "203,59")
-    on_cpu = ("--provider", "cupy_flash-cpu", "--repeats", "3")
-    assert bench(*step, *heads, *on_cpu, "--output", str(path)).exit_code == 0
+    bench(*step, *heads, *ON_CPU, "--output", str(path))
     (row,) = records.read_bench(path).rows
 
     assert records.case_of(row) == Case(
@@ -557,7 +546,7 @@ def test_a_record_with_a_wrong_field_is_refused(name: str, value: Any, tmp_path:
 
 
 def test_long_tailed_lengths_are_printed_so_that_they_can_be_had_again(tmp_path: Path) -> None:
-    shape = ("--heads", "2", "--head-dim", "8", "--provider", "cupy_flash-cpu", "--repeats", "3")
+    shape = (*SMALL_HEADS, *ON_CPU)
     drawn = bench("--lengths", "long-tail", "--batch", "5", "--seqlen-q", "113", *shape).stdout
     (again,) = re.findall(r"--lengths ([\d,]+)", drawn)
     (row,) = record(tmp_path, "--lengths", again, *shape)["rows"]
@@ -570,10 +559,9 @@ def test_long_tailed_lengths_are_printed_so_that_they_can_be_had_again(tmp_path:
 def test_lengths_come_from_a_file_too(tmp_path: Path) -> None:
     path = tmp_path / "lengths.txt"
     path.write_text("17, 5\n113\n", encoding="utf-8")
-    shape = ("--heads", "2", "--head-dim", "8", "--provider", "cupy_flash-cpu", "--repeats", "3")
-    (row,) = record(tmp_path, "--lengths", str(path), *shape)["rows"]
+    rows = record(tmp_path, "--lengths", str(path), *SMALL_HEADS, *ON_CPU)["rows"]
 
-    assert row["lengths"] == [17, 5, 113]
+    assert [row["lengths"] for row in rows] == [[17, 5, 113]]
 
 
 @pytest.mark.parametrize(
@@ -583,12 +571,10 @@ def test_lengths_come_from_a_file_too(tmp_path: Path) -> None:
 def test_a_file_without_lengths_is_named(tmp_path: Path, content: bytes, says: str) -> None:
     path = tmp_path / "lengths.txt"
     path.write_bytes(content)
-    result = bench("--lengths", str(path))
+    said = commands.refusal("bench", "--lengths", path)
 
-    assert result.exit_code == 2
-    assert str(path) in result.stderr
-    assert says in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
+    assert str(path) in said
+    assert says in said
 
 
 @pytest.mark.parametrize("kind", [(), ("--cache",)])
@@ -596,8 +582,7 @@ def test_some_lengths_may_be_zero_and_many_are_no_name_of_a_file(
     tmp_path: Path, kind: tuple[str, ...]
 ) -> None:
     lengths = ",".join(["16", "0"] * 300)
-    shape = ("--heads", "2", "--head-dim", "8", "--provider", "cupy_flash-cpu", "--repeats", "3")
-    (row,) = record(tmp_path, "--lengths", lengths, *kind, *shape)["rows"]
+    (row,) = record(tmp_path, "--lengths", lengths, *kind, *SMALL_HEADS, *ON_CPU)["rows"]
 
     assert row["check"] == "passed"
     assert row["lengths"] == [16, 0] * 300
@@ -642,19 +627,13 @@ def test_without_a_gpu_packed_sequences_stand_beside_equal_ones(tmp_path: Path) 
     ],
 )
 def test_options_that_do_not_go_together_are_refused_in_one_line(arguments: str, says: str) -> None:
-    result = bench(*arguments.split())
-
-    assert result.exit_code == 2
-    assert says in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
+    assert says in commands.refusal("bench", *arguments.split())
 
 
 def test_real_inputs_are_no_caches(tmp_path: Path) -> None:
-    path = tmp_path / "qkv.npz"
-    np.savez(path, **{name: np.ones((1, 5, 2, 8), np.float32) for name in "qkv"})
-    result = bench("--input", str(path), "--cache")
+    arrays = {name: np.ones((1, 5, 2, 8), np.float32) for name in "qkv"}
+    result = bench(*commands.input_options(tmp_path, **arrays), "--cache", code=2)
 
-    assert result.exit_code == 2
     assert "--cache does not go with --input" in result.stderr
 
 
@@ -685,15 +664,9 @@ def decode_cells(case: Case, ms: dict[str, float]) -> list[Cell]:
     cells = []
     for name, time in ms.items():
         prepared = Prepared(lambda: None, plan=plan if name.startswith("cupy") else None)
-        cells.append(
-            Cell(
-                FakeGpuProvider(name),
-                case,
-                prepared=prepared,
-                time=Spread(time, time, time, 20),
-                timed_by="graph",
-            )
-        )
+        cell = Cell(FakeGpuProvider(name), case, prepared=prepared, timed_by="graph")
+        cell.time = Spread(time, time, time, 20)
+        cells.append(cell)
     set_speedups(cells, ["torch-flash", "torch-cudnn"])
     return cells
 
@@ -726,13 +699,11 @@ def test_the_decode_table_has_microseconds_bandwidth_and_the_share_of_a_copy(
 def test_the_decode_preset_is_the_fields_table() -> None:
     preset = presets.preset("decode")
 
-    assert [(c.batch, c.seqlen_k) for c in preset.cases] == [
-        (batch, seqlen) for batch in (1, 8, 64) for seqlen in (1024, 8192, 65536)
-    ]
+    sizes = [(batch, seqlen) for batch in (1, 8, 64) for seqlen in (1024, 8192, 65536)]
+    assert [(c.batch, c.seqlen_k) for c in preset.cases] == sizes
     for case in preset.cases:
-        assert (case.dtype, case.seqlen_q, case.heads_q, case.heads_kv, case.head_dim) == (
-            "bfloat16", 1, 32, 8, 128
-        )  # fmt: skip
+        assert (case.dtype, case.seqlen_q, case.head_dim) == ("bfloat16", 1, 128)
+        assert (case.heads_q, case.heads_kv) == (32, 8)
         assert all(can_share_pages(case, size) for size in providers.PAGE_SIZES)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -65,14 +66,10 @@ def test_every_field_of_a_case_can_be_given_in_csv(tmp_path: Path) -> None:
 
 
 def test_an_empty_cell_is_a_field_that_was_left_out(tmp_path: Path) -> None:
-    found = read_csv(
-        tmp_path, "seqlen_q,heads_q,head_dim,causal,weight\n113,4,24,,3\n799,4,24,yes,\n"
-    )
+    text = "seqlen_q,heads_q,head_dim,causal,weight\n113,4,24,,3\n799,4,24,yes,\n"
+    found = [(w.case.seqlen_q, w.case.causal, w.weight) for w in read_csv(tmp_path, text)]
 
-    assert [(w.case.seqlen_q, w.case.causal, w.weight) for w in found] == [
-        (113, False, 3.0),
-        (799, True, 1.0),
-    ]
+    assert found == [(113, False, 3.0), (799, True, 1.0)]
 
 
 def test_csv_as_spreadsheets_and_people_write_it_is_read(tmp_path: Path) -> None:
@@ -193,10 +190,8 @@ STEP = {
 
 
 def test_a_cache_and_its_lengths_can_be_given_in_json_and_in_csv(tmp_path: Path) -> None:
-    case = Case(
-        "bfloat16", 2, 1, 203, 4, 2, 24, 24, kind="cache", page_size=16, append=True, rotary=True,
-        lengths=(203, 7),
-    )  # fmt: skip
+    step = {"kind": "cache", "page_size": 16, "append": True, "rotary": True}
+    case = Case("bfloat16", 2, 1, 203, 4, 2, 24, 24, **step, lengths=(203, 7))
     fields = ",".join(STEP) + ",lengths\n" + ",".join(map(str, STEP.values())) + ",203 7\n"
 
     assert read_json(tmp_path, STEP | {"lengths": [203, 7]}) == [Weighted(case)]
@@ -231,43 +226,27 @@ def test_more_sequences_than_kernels_count_are_refused(tmp_path: Path) -> None:
 
 def test_caches_pages_and_packed_sequences_are_classes_apart_from_blocks() -> None:
     block = Case("bfloat16", 4, 1024, 1024, 4, 4, 64, 64)
-    kinds = [
-        block,
-        dataclasses.replace(block, kind="cache"),
-        dataclasses.replace(block, kind="cache", page_size=1),
-        dataclasses.replace(block, kind="cache", page_size=16),
-        dataclasses.replace(block, kind="varlen"),
-    ]
-    classes = [tuning.problem_class(case.problem()) for case in kinds]
+    caches = [dataclasses.replace(block, kind="cache", page_size=size) for size in (0, 1, 16)]
+    cases = [block, *caches, dataclasses.replace(block, kind="varlen")]
+    classes = [tuning.problem_class(case.problem()) for case in cases]
+    name = "bfloat16 d64 dv64 full q1024 k1024 rows16384 align16"
+    text = "bf16 d64 full s1024 rows16384"
 
-    assert classes[0] == "bfloat16 d64 dv64 full q1024 k1024 rows16384 align16"
-    assert classes[1:] == [
-        f"{classes[0]} {kind}" for kind in ("cache", "page1", "page16", "packed")
-    ]
-    assert [class_text(name) for name in classes[:3]] == [
-        "bf16 d64 full s1024 rows16384",
-        "bf16 d64 full s1024 rows16384 cache",
-        "bf16 d64 full s1024 rows16384 page1",
-    ]
+    assert classes == [name, *(f"{name} {kind}" for kind in ("cache", "page1", "page16", "packed"))]
+    assert [class_text(each) for each in classes[:3]] == [text, f"{text} cache", f"{text} page1"]
 
 
 def test_a_latent_is_a_class_apart_from_values_of_their_own(tmp_path: Path) -> None:
-    row = {
-        **{"seqlen_q": 1, "seqlen_k": 4096, "heads_q": 16, "heads_kv": 1, "head_dim": 576},
-        **{"head_dim_v": 512, "kind": "cache"},
-    }
-    latent, apart, stored = read_json(
-        tmp_path,
-        row | {"values_in_keys": True},
-        row | {"values_in_keys": "no"},
-        row | {"values_in_keys": "yes", "cache_dtype": "int8"},
-    )
+    row = {"kind": "cache", "seqlen_q": 1, "seqlen_k": 4096, "heads_q": 16, "heads_kv": 1}
+    row |= {"head_dim": 576, "head_dim_v": 512}
+    values = [{"values_in_keys": value} for value in (True, "no", "yes")]
+    values[2]["cache_dtype"] = "int8"
+    latent, apart, stored = read_json(tmp_path, *(row | each for each in values))
     name = "bfloat16 d576 dv512 full q1 k4096 rows16 align16"
 
     assert (latent.case.values_in_keys, apart.case.values_in_keys) == (True, False)
-    assert [group.problem_class for group in groups_of([latent, apart, stored])] == [
-        f"{name} {kind}" for kind in ("latent-cache", "cache", "int8-latent-cache")
-    ]
+    classes = [group.problem_class for group in groups_of([latent, apart, stored])]
+    assert classes == [f"{name} {kind}" for kind in ("latent-cache", "cache", "int8-latent-cache")]
     said = message(tmp_path, ROW | {"values_in_keys": True})
     assert "values_in_keys, which needs kind cache" in said
 
@@ -278,9 +257,8 @@ def test_a_batch_invariant_problem_takes_no_tile_of_a_class(
     monkeypatch.setenv(tuning.HOME_VARIABLE, str(tmp_path))
     tuning.reload()
     problem = Case("bfloat16", 4, 1, 203, 4, 4, 64, 64, kind="cache").problem()
-    invariant = dataclasses.replace(
-        problem, layout=dataclasses.replace(problem.layout, batch_invariant=True)
-    )
+    layout = dataclasses.replace(problem.layout, batch_invariant=True)
+    invariant = dataclasses.replace(problem, layout=layout)
     device, wanted = device_for_arch("sm_90"), tuning.problem_class(problem)
     entry = tuning.Entry(device.name, 90, 132, "decode", "0", wanted, {"Br": 16}, 1.0)
     tuning.save(entry)
@@ -318,9 +296,8 @@ def test_the_varlen_preset_has_packed_sequences_whose_cases_count_alike() -> Non
     groups = groups_of(PRESETS["varlen"]())
     cases = [weighted.case for group in groups for weighted in group.cases]
 
-    assert {(case.dtype, case.causal) for case in cases} == {
-        (dtype, causal) for dtype in ("bfloat16", "float16") for causal in (False, True)
-    }
+    kinds = {(case.dtype, case.causal) for case in cases}
+    assert kinds == set(itertools.product(("bfloat16", "float16"), (False, True)))
     assert len(groups) == len(cases) == 4
     for group in groups:
         assert group.problem_class.endswith(" packed")

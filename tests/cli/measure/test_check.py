@@ -63,12 +63,17 @@ def test_nothing_is_compared_where_there_is_no_query() -> None:
     assert choose_blocks(case(0, 239), 0, ALL) == []
 
 
+def checked(inputs: Inputs) -> tuple[Check, np.ndarray]:
+    """Return the check of inputs, and their result by the naive formula."""
+    result = attention_naive(*inputs.host, **inputs.case.arguments)
+    return Check(inputs, 0, on_gpu=False), np.array(result)
+
+
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_the_naive_formula_passes_on_a_ragged_causal_case(dtype: str, layout: str) -> None:
-    inputs = random_inputs(case(113, 203, dtype=dtype, causal=True, layout=layout), 5, on_gpu=False)
-    check = Check(inputs, 0, on_gpu=False)
-    result = attention_naive(*inputs.host, **inputs.case.arguments)
+    of = case(113, 203, dtype=dtype, causal=True, layout=layout)
+    check, result = checked(random_inputs(of, 5, on_gpu=False))
 
     assert check.error(result) <= check.coverage.bound
     assert check.coverage.rows == check.coverage.all_rows == 2 * 2 * 113
@@ -80,26 +85,21 @@ def test_a_sampled_block_is_masked_by_its_place_in_the_sequence(
 ) -> None:
     monkeypatch.setattr("cupy_flash.cli.measure.check.HOST_SCORES", 1000)
     inputs = random_inputs(case(2100, 203, causal=True, q_offset=offset), 5, on_gpu=False)
-    check = Check(inputs, 0, on_gpu=False)
-    result = attention_naive(*inputs.host, **inputs.case.arguments)
+    check, result = checked(inputs)
 
     assert check.coverage.rows < check.coverage.all_rows
     assert check.error(result) <= check.coverage.bound
 
 
 def test_one_wrong_element_is_found() -> None:
-    inputs = random_inputs(case(113, 203), 5, on_gpu=False)
-    check = Check(inputs, 0, on_gpu=False)
-    result = np.array(attention_naive(*inputs.host))
+    check, result = checked(random_inputs(case(113, 203), 5, on_gpu=False))
     result[1, 112, 1, 23] += 1e-3
 
     assert check.error(result) > check.coverage.bound
 
 
 def test_a_nan_is_an_infinite_error() -> None:
-    inputs = random_inputs(case(113, 203), 5, on_gpu=False)
-    check = Check(inputs, 0, on_gpu=False)
-    result = np.array(attention_naive(*inputs.host))
+    check, result = checked(random_inputs(case(113, 203), 5, on_gpu=False))
     result[0, 7, 0, 3] = np.nan
 
     assert check.error(result) == np.inf
@@ -108,8 +108,7 @@ def test_a_nan_is_an_infinite_error() -> None:
 def test_a_row_without_a_finite_reference_is_left_out_and_the_others_are_compared() -> None:
     inputs = random_inputs(case(113, 203), 5, on_gpu=False)
     inputs.host[0][1, 112, 1] = np.inf
-    check = Check(inputs, 0, on_gpu=False)
-    result = np.array(attention_naive(*inputs.host))
+    check, result = checked(inputs)
     finite_elsewhere = np.where(np.isnan(result), 7, result)
 
     assert (check.coverage.rows, check.coverage.not_finite) == (2 * 2 * 113 - 1, 1)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,8 @@ from cupy_flash.cli.measure.gpu_state import CpuState, GpuState, busy_before, su
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the fake program is a shell script")
 
 BUS_ID = "0000:1B:00.0"
+NvidiaSmi = Callable[..., Path]
+StateAfter = Callable[..., GpuState]
 CAPPED, THERMAL, IDLE, SETTING = "0x4", "0x20", "0x1", "0x2"
 
 
@@ -27,7 +30,7 @@ def sample(clock: int = 1755, reasons: str = "0x0", watts: str = "650.25") -> st
 
 
 @pytest.fixture
-def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NvidiaSmi:
     """Function that puts a fake nvidia-smi on PATH; it logs the arguments of each call."""
 
     def install(
@@ -58,20 +61,23 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     return install
 
 
-def state_after(tmp_path: Path, bus_id: str | None = BUS_ID) -> GpuState:
-    """Return the GPU state of a run that lasts until the samples are printed."""
-    with watched(bus_id) as watch:
-        deadline = time.monotonic() + 30
-        while not (tmp_path / "sampled").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-    return watch.state
+@pytest.fixture
+def state_after(nvidia_smi: NvidiaSmi, tmp_path: Path) -> StateAfter:
+    """Function that returns the GPU state of a run that lasts until the samples are printed."""
+
+    def run(samples: Sequence[str], *more: Any) -> GpuState:
+        nvidia_smi(samples, *more)
+        with watched(BUS_ID) as watch:
+            deadline = time.monotonic() + 30
+            while not (tmp_path / "sampled").exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+        return watch.state
+
+    return run
 
 
-def test_clocks_power_and_temperature_are_those_of_the_run(
-    nvidia_smi: Callable[..., Path], tmp_path: Path
-) -> None:
-    nvidia_smi([sample(1980), sample(1755), sample(1665, watts="699.50")])
-    state = state_after(tmp_path)
+def test_clocks_power_and_temperature_are_those_of_the_run(state_after: StateAfter) -> None:
+    state = state_after([sample(1980), sample(1755), sample(1665, watts="699.50")])
 
     assert state.samples == 3
     assert state.sm_clock_mhz == (1755, 1665, 1980)
@@ -82,39 +88,30 @@ def test_clocks_power_and_temperature_are_those_of_the_run(
 
 
 def test_every_question_is_about_the_gpu_of_the_bus_id(
-    nvidia_smi: Callable[..., Path], tmp_path: Path
+    state_after: StateAfter, tmp_path: Path
 ) -> None:
-    log = nvidia_smi([sample()])
-    state_after(tmp_path)
-    calls = log.read_text(encoding="utf-8").splitlines()
+    state_after([sample()])
+    calls = (tmp_path / "calls").read_text(encoding="utf-8").splitlines()
 
     assert len(calls) == 3
     assert all(f"--id={BUS_ID}" in call for call in calls)
 
 
-def test_samples_of_an_idle_gpu_do_not_count(
-    nvidia_smi: Callable[..., Path], tmp_path: Path
-) -> None:
-    nvidia_smi([sample(345, IDLE), sample(1980), sample(345, IDLE)])
+def test_samples_of_an_idle_gpu_do_not_count(state_after: StateAfter) -> None:
+    state = state_after([sample(345, IDLE), sample(1980), sample(345, IDLE)])
 
-    assert state_after(tmp_path).sm_clock_mhz == (1980, 1980, 1980)
+    assert state.sm_clock_mhz == (1980, 1980, 1980)
 
 
-def test_a_throttled_gpu_is_flagged_with_the_reason_and_its_share(
-    nvidia_smi: Callable[..., Path], tmp_path: Path
-) -> None:
-    nvidia_smi([sample(reasons=THERMAL), sample(), sample(), sample()])
+def test_a_throttled_gpu_is_flagged_with_the_reason_and_its_share(state_after: StateAfter) -> None:
+    state = state_after([sample(reasons=THERMAL), sample(), sample(), sample()])
 
-    assert "! thermal slowdown in 25% of the run: times are of a throttled GPU" in (
-        state_after(tmp_path).notes()
-    )
+    warning = "! thermal slowdown in 25% of the run: times are of a throttled GPU"
+    assert warning in state.notes()
 
 
-def test_the_power_cap_is_said_and_is_no_warning(
-    nvidia_smi: Callable[..., Path], tmp_path: Path
-) -> None:
-    nvidia_smi([sample(reasons=CAPPED), sample()])
-    (note,) = state_after(tmp_path).notes()
+def test_the_power_cap_is_said_and_is_no_warning(state_after: StateAfter) -> None:
+    (note,) = state_after([sample(reasons=CAPPED), sample()]).notes()
 
     assert note.endswith("at the power cap 50% of the time")
     assert not note.startswith("!")
@@ -132,11 +129,9 @@ def test_clocks_that_somebody_set_are_no_throttling() -> None:
     ],
 )
 def test_a_busy_gpu_is_flagged(
-    nvidia_smi: Callable[..., Path], tmp_path: Path, busy: str, pids: list[int], says: str
+    state_after: StateAfter, busy: str, pids: list[int], says: str
 ) -> None:
-    nvidia_smi([sample()], busy, pids)
-
-    state = state_after(tmp_path)
+    state = state_after([sample()], busy, pids)
 
     assert says in state.notes()
     is_busy = busy == "97"
@@ -147,7 +142,7 @@ def test_a_busy_gpu_is_flagged(
     ("busy", "says"), [("97", "the GPU was 97% busy before the run"), ("10", None)]
 )
 def test_before_anything_is_timed_a_busy_gpu_is_known(
-    nvidia_smi: Callable[..., Path], busy: str, says: str | None
+    nvidia_smi: NvidiaSmi, busy: str, says: str | None
 ) -> None:
     # A process that only holds a CUDA context uses no GPU time.
     nvidia_smi(busy=busy, pids=[1, 2, 3])
@@ -170,9 +165,7 @@ def test_a_line_that_was_cut_short_or_holds_no_numbers_is_left_out() -> None:
     assert summary(lines, 0, 0).samples == 1
 
 
-def test_an_nvidia_smi_that_refuses_leaves_the_state_empty(
-    nvidia_smi: Callable[..., Path],
-) -> None:
+def test_an_nvidia_smi_that_refuses_leaves_the_state_empty(nvidia_smi: NvidiaSmi) -> None:
     nvidia_smi(status=6)
     with watched(BUS_ID) as watch:
         pass
@@ -182,7 +175,7 @@ def test_an_nvidia_smi_that_refuses_leaves_the_state_empty(
 
 
 def test_without_nvidia_smi_no_gpu_is_watched(
-    nvidia_smi: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nvidia_smi: NvidiaSmi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = nvidia_smi([sample()])
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
@@ -196,7 +189,7 @@ def test_without_nvidia_smi_no_gpu_is_watched(
 def cpu_state(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, busy: float, own: float, seconds: float
 ) -> CpuState:
-    """Return the state of a run in which two CPUs worked `busy` seconds, `own` of them for us."""
+    """Return the state of a run in which two CPUs worked `busy` seconds, `own` for this process."""
     stat = tmp_path / "stat"
     ticks = os.sysconf("SC_CLK_TCK")
     clock = iter([100.0, 100.0 + seconds])
@@ -250,9 +243,7 @@ def test_a_system_that_does_not_tell_of_its_cpus_has_no_state(
     assert watch.state.notes() == []
 
 
-def test_the_watch_ends_with_a_run_that_fails(
-    nvidia_smi: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_the_watch_ends_with_a_run_that_fails(nvidia_smi: NvidiaSmi) -> None:
     nvidia_smi([sample()])
     started = time.monotonic()
     with pytest.raises(RuntimeError, match="the run"), watched(BUS_ID):
@@ -261,9 +252,9 @@ def test_the_watch_ends_with_a_run_that_fails(
     assert time.monotonic() - started < 30
 
 
-def test_the_state_goes_into_a_record(nvidia_smi: Callable[..., Path], tmp_path: Path) -> None:
-    nvidia_smi([sample(reasons=CAPPED)])
-    record = json.loads(json.dumps(dataclasses.asdict(state_after(tmp_path))))
+def test_the_state_goes_into_a_record(state_after: StateAfter) -> None:
+    state = state_after([sample(reasons=CAPPED)])
+    record = json.loads(json.dumps(dataclasses.asdict(state)))
 
     assert record["sm_clock_mhz"] == [1755, 1755, 1755]
     assert record["held_down"] == {"power cap": 1.0}

@@ -17,15 +17,8 @@ ALL = 10**15
 
 def case(seqlen_q: int = 113, seqlen_k: int = 203, **more: Any) -> Case:
     sizes: dict[str, Any] = {"dtype": "float32", "heads_q": 4, "heads_kv": 2} | more
-    return Case(
-        batch=2,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        head_dim=16,
-        head_dim_v=24,
-        direction="backward",
-        **sizes,
-    )
+    lengths, dims = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}, {"head_dim": 16, "head_dim_v": 24}
+    return Case(batch=2, **lengths, **dims, direction="backward", **sizes)
 
 
 def varlen(*lengths: int, **more: Any) -> Case:

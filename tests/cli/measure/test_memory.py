@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 import tracemalloc
 from pathlib import Path
@@ -12,17 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from support import commands
 
 from cupy_flash.cli.bench.table import print_memory
 from cupy_flash.cli.cases import presets
 from cupy_flash.cli.cases.cases import Case
-from cupy_flash.cli.main import main
-from cupy_flash.cli.measure.memory import (
-    cupy_peak_bytes,
-    host_peak_bytes,
-    torch_peak_bytes,
-)
+from cupy_flash.cli.measure.memory import cupy_peak_bytes, host_peak_bytes, torch_peak_bytes
 from cupy_flash.cli.measure.runner import Cell
 from cupy_flash.cli.measure.timing import Timed
 from cupy_flash.cli.providers.providers import provider
@@ -91,12 +85,15 @@ class FakePool:
             hook.free_postprocess(device_id=0, mem_size=size, mem_ptr=address, pmem_id=address)
 
 
-def test_on_cupy_arrays_the_peak_is_of_the_blocks_that_are_out_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pool = FakePool()
-    monkeypatch.setitem(sys.modules, "cupy", pool)
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> FakePool:
+    """Memory pool of a fake CuPy."""
+    fake = FakePool()
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    return fake
 
+
+def test_on_cupy_arrays_the_peak_is_of_the_blocks_that_are_out_at_once(pool: FakePool) -> None:
     def call() -> None:
         pool.malloc(0x1000, 1024)
         pool.malloc(0x2000, 4096)
@@ -108,12 +105,7 @@ def test_on_cupy_arrays_the_peak_is_of_the_blocks_that_are_out_at_once(
     assert not pool.hooks
 
 
-def test_a_block_of_before_the_call_does_not_count_when_it_is_freed_in_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pool = FakePool()
-    monkeypatch.setitem(sys.modules, "cupy", pool)
-
+def test_a_block_of_before_the_call_does_not_count_when_it_is_freed_in_it(pool: FakePool) -> None:
     def call() -> None:
         pool.free(0x9000, 1 << 20)
         pool.malloc(0x1000, 2048)
@@ -153,10 +145,8 @@ def test_on_torch_tensors_the_peak_is_what_its_allocator_gave_out_since_the_star
     assert torch_peak_bytes(Timed(call)) == 7000
 
 
-def bench(*arguments: str) -> str:
-    result = CliRunner().invoke(main, ["bench", *arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
+def bench(*arguments: str, code: int = 0) -> str:
+    return commands.run("bench", *arguments, code=code).stdout
 
 
 SMALL = (
@@ -166,9 +156,7 @@ SMALL = (
 
 
 def test_rows_carry_the_workspace_of_ours_and_everybodys_peak(tmp_path: Path) -> None:
-    path = tmp_path / "rows.json"
-    bench(*SMALL, "--output", str(path))
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    rows = commands.record_of(tmp_path / "rows.json", "bench", *SMALL)["rows"]
 
     for ours, naive in (rows[:2], rows[2:]):
         out, scores = (n * 2 * ours["seqlen_q"] * 4 for n in (24, ours["seqlen_k"]))
@@ -199,21 +187,12 @@ def test_the_memory_preset_prints_its_table_even_where_nothing_was_timed(
     monkeypatch.setenv("COLUMNS", "80")
     short = dataclasses.replace(presets.preset("memory"), cases=presets.preset("memory").cases[:2])
     monkeypatch.setattr(presets, "preset", lambda name, dtypes: short)
-    result = CliRunner().invoke(
-        main,
-        [
-            *("bench", "--preset", "memory", "--provider", "cupy_flash-cpu,numpy-naive"),
-            *("--skip-check", "--cell-seconds", "0.000001"),
-        ],
-        catch_exceptions=False,
-    )
-    table = result.stdout.split("Peak memory of a call in MiB")[1]
+    case = ("--preset", "memory", "--provider", "cupy_flash-cpu,numpy-naive")
+    text = bench(*case, "--skip-check", "--cell-seconds", "0.000001", code=1)
+    table = text.split("Peak memory of a call in MiB")[1]
+    rows = [line.split() for line in table.splitlines() if line.startswith(" s")]
 
-    assert result.exit_code == 1
-    assert [line.split() for line in table.splitlines() if line.startswith(" s")] == [
-        ["s1024", "6.00", "-", "-"],
-        ["s2048", "12.0", "-", "-"],
-    ]
+    assert rows == [["s1024", "6.00", "-", "-"], ["s2048", "12.0", "-", "-"]]
 
 
 def memory_lines(width: int, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> list[str]:

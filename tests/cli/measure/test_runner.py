@@ -190,12 +190,17 @@ def test_long_calls_are_timed_for_a_second_or_once(seconds: float, calls: int) -
 def test_on_the_cpu_the_time_is_that_of_the_call_by_the_clock() -> None:
     provider = FakeProvider(call=lambda: np.zeros((1, 113, 2, 24), np.float32))
     provider.on_gpu = False
-    settings = dataclasses.replace(SETTINGS, warmup=0, repeats=3)
-    ((cell,), _) = Runner(settings, {False: FakeTimer()}).run(CASE, [provider], draw)
+    cell = on_clock(provider, warmup=0, repeats=3)
 
     assert cell.timed_by == "clock"
     assert cell.time is not None
     assert cell.call is None
+
+
+def on_clock(provider: Provider, **settings: Any) -> Cell:
+    """Run a provider on the host, and return its cell."""
+    runner = Runner(dataclasses.replace(SETTINGS, **settings), {False: FakeTimer()})
+    return runner.run(CASE, [provider], draw)[0][0]
 
 
 class OddError(Exception):
@@ -233,8 +238,7 @@ def test_whatever_a_call_raises_and_whenever_its_cell_says_why_and_the_others_ar
 ) -> None:
     # The runner makes one trial call, one to estimate, 5 interleaved, then calls on an idle GPU.
     broken = FakeProvider("broken", failing(error, calls_before))
-    timer = FakeTimer()
-    cell, other = run(broken, FakeProvider(), timer=timer)
+    cell, other = run(broken, FakeProvider())
 
     assert cell.reason is not None
     assert cell.reason.startswith(says)
@@ -280,10 +284,8 @@ def test_an_error_that_the_gpu_reports_late_costs_all_who_were_timed_with_it() -
 def test_a_failure_of_ours_counts_as_a_failed_check_and_is_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    ours, theirs = run(
-        FakeProvider("cupy_flash", failing(TypeError("a defect"))),
-        FakeProvider("theirs", failing(TypeError("a defect"))),
-    )
+    failed = (failing(TypeError("a defect")) for _ in range(2))
+    ours, theirs = run(*map(FakeProvider, ("cupy_flash", "theirs"), failed))
 
     assert ours.passed is False
     assert theirs.passed is None
@@ -294,8 +296,7 @@ def test_a_call_of_ours_that_fails_after_its_check_has_a_reason_and_no_error() -
     calls = iter([np.zeros((1, 113, 2, 24), np.float32)])
     ours = FakeProvider("cupy_flash", lambda: next(calls))
     ours.on_gpu = False
-    settings = dataclasses.replace(SETTINGS, check=True)
-    ((cell,), _) = Runner(settings, {False: FakeTimer()}).run(CASE, [ours], draw)
+    cell = on_clock(ours, check=True)
 
     assert cell.passed is False
     assert cell.max_error is None
@@ -317,9 +318,7 @@ def test_a_refusal_of_ours_is_no_failed_check(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     "error", [MemoryError("out of memory allocating"), RuntimeError("CUDA out of memory. Tried")]
 )
-def test_where_memory_runs_out_that_is_nobodys_fault_and_the_need_is_kept(
-    error: Exception,
-) -> None:
+def test_where_memory_runs_out_that_is_nobodys_fault_and_the_need_is_kept(error: Exception) -> None:
     (cell,) = run(FakeProvider("cupy_flash", failing(error)))
 
     assert cell.passed is None
@@ -387,11 +386,9 @@ class HostProvider(FakeProvider):
 
     def prepare(self, inputs: Any) -> Prepared:
         # The inputs have the shapes of their case.
-        assert [array.shape for array in inputs.host] == [
-            (batch, heads, seqlen, dim) if inputs.case.layout == "bhsd" else shape
-            for shape in inputs.case.bshd_shapes
-            for batch, seqlen, heads, dim in [shape]
-        ]
+        batch, seqlen, heads, dim = zip(*inputs.case.bshd_shapes, strict=True)
+        order = (batch, heads, seqlen) if inputs.case.layout == "bhsd" else (batch, seqlen, heads)
+        assert [x.shape for x in inputs.host] == list(zip(*order, dim, strict=True))
         self.seen.append(inputs.case)
         return super().prepare(inputs)
 
@@ -506,9 +503,8 @@ def test_a_long_batch_of_sequences_is_tried_on_the_longest_alone(kind: str) -> N
     provider = HostProvider()
     lengths = (113, 2048, 700)
     case = Case("float32", 3, 2048, 2048, 8, 4, 64, 64, True, kind=kind, lengths=lengths)
-    runner = on_host(100.0)
     inputs = random_inputs(case, 0, on_gpu=False)
-    ((cell,), _) = runner.run(case, [provider], lambda: inputs)
+    ((cell,), _) = on_host(100.0).run(case, [provider], lambda: inputs)
     (tried,) = provider.seen
 
     assert (tried.kind, tried.batch, tried.seqlen_k) == ("dense", 1, max(lengths))
@@ -519,9 +515,7 @@ def test_a_long_batch_of_sequences_is_tried_on_the_longest_alone(kind: str) -> N
 
 
 def test_a_released_cell_keeps_its_plan_and_calls_nothing_any_more() -> None:
-    ours = provider_of_ours("cupy_flash-cpu")
-    settings = dataclasses.replace(SETTINGS, warmup=0)
-    ((cell,), _) = Runner(settings, {False: FakeTimer()}).run(CASE, [ours], draw)
+    cell = on_clock(provider_of_ours("cupy_flash-cpu"), warmup=0)
     assert cell.prepared is not None
     tile = cell.prepared.tile
     cell.release()

@@ -39,6 +39,11 @@ class FakeClock:
         return Timed(work)
 
 
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
 def test_the_spread_is_the_median_and_the_quartiles() -> None:
     result = spread([5.0, 1.0, 2.0, 4.0, 3.0])
 
@@ -50,11 +55,8 @@ def test_a_single_timing_has_no_spread() -> None:
     assert spread([7.0]).relative == 0.0
 
 
-def test_host_times_are_milliseconds_without_the_warm_up() -> None:
-    clock = FakeClock()
-    calls = [clock.call(0.25), clock.call(0.5)]
-
-    times = HostTimer(clock).interleaved(calls, 3, [2, 2])
+def test_host_times_are_milliseconds_without_the_warm_up(clock: FakeClock) -> None:
+    times = HostTimer(clock).interleaved([clock.call(0.25), clock.call(0.5)], 3, [2, 2])
 
     assert times == [[250.0, 250.0], [500.0, 500.0]]
     assert clock.now == 5 * 0.25 + 5 * 0.5
@@ -62,37 +64,30 @@ def test_host_times_are_milliseconds_without_the_warm_up() -> None:
 
 def test_providers_take_turns_and_one_with_fewer_repeats_sits_out_the_last_rounds() -> None:
     order: list[str] = []
-    names = {}
+    first, second = Timed(lambda: None), Timed(lambda: 1)
+    names = {first: "first", second: "second"}
 
     def measure(timed: Timed) -> str:
         order.append(names[timed])
         return names[timed]
 
-    first, second = Timed(lambda: None), Timed(lambda: 1)
-    names = {first: "first", second: "second"}
     results = alternate(measure, [first, second], [3, 1])
 
     assert order == ["first", "second", "first", "first"]
     assert [len(result) for result in results] == [3, 1]
 
 
-def test_entering_a_scope_is_not_timed() -> None:
-    clock = FakeClock()
-
+def test_entering_a_scope_is_not_timed(clock: FakeClock) -> None:
     @contextlib.contextmanager
     def scope() -> Iterator[None]:
         clock.now += 100
         yield
         clock.now += 100
 
-    timed = Timed(clock.call(0.5).call, scope)
-
-    assert HostTimer(clock).once(timed) == 0.5
+    assert HostTimer(clock).once(Timed(clock.call(0.5).call, scope)) == 0.5
 
 
-def test_the_host_time_of_a_call_leaves_the_wait_for_the_gpu_out() -> None:
-    clock = FakeClock()
-
+def test_the_host_time_of_a_call_leaves_the_wait_for_the_gpu_out(clock: FakeClock) -> None:
     def synchronize() -> None:
         clock.now += 10
 
@@ -103,8 +98,7 @@ def test_the_host_time_of_a_call_leaves_the_wait_for_the_gpu_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one_repeat", "expected"),
-    [(0.0, 20), (0.1, 20), (1.0, 17), (3.0, 3), (4.0, 0), (100.0, 0)],
+    ("one_repeat", "expected"), [(0.0, 20), (0.1, 20), (1.0, 17), (3.0, 3), (4.0, 0), (100.0, 0)]
 )
 def test_repeats_are_cut_to_the_seconds_of_a_cell_and_refused_below_three(
     one_repeat: float, expected: int
@@ -117,9 +111,9 @@ def test_without_a_limit_all_repeats_are_made(one_repeat: float) -> None:
     assert repeats_within(float("inf"), one_repeat, 3, 20) == 20
 
 
-def test_the_rest_before_each_call_on_the_host_is_what_a_repeat_costs_besides_it() -> None:
-    clock = FakeClock()
-
+def test_the_rest_before_each_call_on_the_host_is_what_a_repeat_costs_besides_it(
+    clock: FakeClock,
+) -> None:
     def sleep(seconds: float) -> None:
         clock.now += seconds
 
@@ -173,20 +167,21 @@ class FakeGpu:
         return Timed(lambda: self.stream.append(name))
 
 
-def test_on_a_gpu_the_l2_is_flushed_before_the_events_around_each_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gpu = FakeGpu()
-    monkeypatch.setitem(sys.modules, "cupy", gpu)
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    """Fake GPU on which timers find CuPy."""
+    fake = FakeGpu()
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    return fake
+
+
+def test_on_a_gpu_the_l2_is_flushed_before_the_events_around_each_call(gpu: FakeGpu) -> None:
     times = GpuTimer().interleaved([gpu.call("ours"), gpu.call("theirs")], 1, [2, 2])
     timed = [entry for entry in gpu.stream if not entry.startswith("flush")]
 
     assert times == [[1.5, 1.5], [1.5, 1.5]]
-    assert timed == [
-        "ours",
-        "theirs",
-        *(["event", "ours", "event", "event", "theirs", "event"] * 2),
-    ]
+    repeat = ["event", "ours", "event", "event", "theirs", "event"]
+    assert timed == ["ours", "theirs", *(repeat * 2)]
     assert gpu.stream[2].startswith("flush 100 MiB")
     assert all(
         gpu.stream[index - 1].startswith("flush")
@@ -195,20 +190,15 @@ def test_on_a_gpu_the_l2_is_flushed_before_the_events_around_each_call(
     )
 
 
-def test_repeats_on_a_gpu_are_enqueued_without_waiting_in_between(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gpu = FakeGpu()
-    monkeypatch.setitem(sys.modules, "cupy", gpu)
+def test_repeats_on_a_gpu_are_enqueued_without_waiting_in_between(gpu: FakeGpu) -> None:
     GpuTimer().interleaved([gpu.call("ours")], 3, [20])
 
     assert gpu.synchronizations == 1
 
 
 def test_one_call_on_a_gpu_lasts_from_an_idle_gpu_to_its_end(
-    monkeypatch: pytest.MonkeyPatch,
+    gpu: FakeGpu, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu, clock = FakeGpu(), FakeClock()
     seconds = {"theirs": 100.0, "ours": 0.25}
 
     def synchronize() -> None:
@@ -216,17 +206,13 @@ def test_one_call_on_a_gpu_lasts_from_an_idle_gpu_to_its_end(
         gpu.stream.clear()
 
     monkeypatch.setattr(gpu, "synchronize", synchronize)
-    monkeypatch.setitem(sys.modules, "cupy", gpu)
     monkeypatch.setattr("cupy_flash.cli.measure.timing.time.perf_counter", clock)
     gpu.call("theirs").call()
 
     assert GpuTimer().once(gpu.call("ours")) == seconds["ours"]
 
 
-def test_a_copy_counts_bytes_read_and_bytes_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = FakeGpu()
-    monkeypatch.setitem(sys.modules, "cupy", gpu)
-
+def test_a_copy_counts_bytes_read_and_bytes_written(gpu: FakeGpu) -> None:
     assert copy_rate() == pytest.approx(2 * 2**30 / 1.5e-3 / 1e12)
     assert gpu.stream.count("copy") == 23
 

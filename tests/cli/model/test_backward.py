@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from support import commands
 from support.gpu import fake_cupy
 
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.cases.mods import CaseMods
 from cupy_flash.cli.cases.visible import VisibleKeys
-from cupy_flash.cli.main import main
 from cupy_flash.cli.model import backward, profile, traffic
 from cupy_flash.cli.model.profiler import Call, Kernel
 from cupy_flash.planning.planner import Plan, make_plan
@@ -60,11 +58,7 @@ def test_a_tile_of_keys_is_read_for_by_the_queries_that_see_any_of_it(mask: Mask
 
 
 @pytest.mark.parametrize(
-    ("asked", "products"),
-    [
-        ({"family": "simt"}, [(2, 2), (2, 1)]),
-        ({"family": "mma"}, [(3, 2)]),
-    ],
+    ("asked", "products"), [({"family": "simt"}, [(2, 2), (2, 1)]), ({"family": "mma"}, [(3, 2)])]
 )
 def test_each_kernel_has_products_of_its_own(
     asked: dict[str, Any], products: list[tuple[int, int]]
@@ -110,12 +104,12 @@ def test_traffic_lies_between_what_is_compulsory_and_that_without_a_cache(
 def test_what_is_read_once_is_what_each_kernel_is_given() -> None:
     of = case()
     problem, plan = of.problem(), plan_of(of, family="simt")
-    huge = [
+    kernels = [
         dataclasses.replace(k, schedule=dataclasses.replace(k.schedule, l2_bytes=1 << 40))
         for k in backward.kernels_of(plan)
     ]
     q, kv, out = of.query_bytes, of.key_value_bytes, of.out_bytes
-    found = backward.fused(problem, huge)
+    found = backward.fused(problem, kernels)
 
     # out and dout are read for the row statistics, then q, k, v, dout and the workspace twice.
     assert found.read == 2 * out + 2 * (q + kv + out + plan.workspace)
@@ -131,12 +125,8 @@ def test_without_a_cache_each_tile_of_keys_reads_the_queries_of_its_group() -> N
     found = backward.fused_without_cache(of.problem(), [of_keys])
     tiles = -(-4096 // of_keys.schedule.Bc)
 
-    assert found.read == (
-        2 * of.out_bytes
-        + of.key_value_bytes
-        + plan.workspace
-        + tiles * (of.query_bytes + of.out_bytes)
-    )
+    read_once = 2 * of.out_bytes + of.key_value_bytes + plan.workspace
+    assert found.read == read_once + tiles * (of.query_bytes + of.out_bytes)
 
 
 def test_the_standard_algorithm_moves_seven_matrices_of_scores() -> None:
@@ -151,18 +141,14 @@ def test_the_standard_algorithm_moves_seven_matrices_of_scores() -> None:
 # ---- The commands
 
 
-def roofline(*arguments: str) -> Any:
-    return CliRunner().invoke(main, ["roofline", "--backward", *arguments], catch_exceptions=False)
-
-
 def test_roofline_counts_what_kernels_compute_again(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     # Every backward family that runs on a T4 has more than one kernel.
-    result = roofline("--gpu", "T4", "--causal", "no,yes", "--output", str(path))
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    options = ("--backward", "--gpu", "T4", "--causal", "no,yes", "--output", path)
+    result = commands.run("roofline", *options)
+    rows = commands.written(path)["rows"]
     fused = [row for row in rows if row["algorithm"] == "fused"]
 
-    assert result.exit_code == 0, result.output
     assert {row["direction"] for row in rows} == {"backward"}
     for row in fused:
         assert row["flops_computed"] == pytest.approx(1.4 * row["flops"])
@@ -175,19 +161,17 @@ def test_roofline_counts_what_kernels_compute_again(tmp_path: Path) -> None:
 
 
 def test_roofline_of_a_gpu_without_kernels_is_modelled_too() -> None:
-    result = roofline("--gpu", "V100", "--dtype", "fp16", "--bias", "heads")
+    options = ("--backward", "--gpu", "V100", "--dtype", "fp16", "--bias", "heads")
+    result = commands.run("roofline", *options)
 
-    assert result.exit_code == 0, result.output
     assert "no kernels of cupy_flash; modelled with tiles of 64x64" in result.stdout
 
 
 def test_profile_compares_with_all_that_the_kernels_compute() -> None:
     plan = plan_of(case(), family="simt")
     pairs = 2 * 16 * 4096 * 4096
-    kernels = [
-        Kernel(launch.entry, {"gpu__time_duration.sum": 1e6, "dram__bytes_read.sum": 1e9})
-        for launch in plan.launches
-    ]
+    counters = {"gpu__time_duration.sum": 1e6, "dram__bytes_read.sum": 1e9}
+    kernels = [Kernel(launch.entry, counters) for launch in plan.launches]
     rows = {row["quantity"]: row for row in profile.compare(kernels, plan, H100)}
 
     assert profile.flops_of(plan, CaseMods()) == case().flops()
@@ -206,9 +190,8 @@ def test_profile_makes_the_call_for_gradients(monkeypatch: pytest.MonkeyPatch) -
 
     fake_cupy.install(monkeypatch)
     monkeypatch.setattr(profile, "profile_call", profiled)
-    result = CliRunner().invoke(main, ["profile", "--backward"], catch_exceptions=False)
+    result = commands.run("profile", "--backward")
 
-    assert result.exit_code == 0, result.output
     assert asked[0].case.is_backward
     assert Call.from_json(asked[0].to_json()) == asked[0]
     assert "FLOPs that several kernels compute count for each" in " ".join(result.stdout.split())

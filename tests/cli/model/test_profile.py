@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import stat
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
+from support.commands import written
 
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.cases.mods import CaseMods
@@ -49,6 +50,7 @@ COUNTERS = {
     "smsp__sass_thread_inst_executed_op_ffma_pred_on.sum": 600_000_000,
     "smsp__sass_thread_inst_executed_op_fmul_pred_on.sum": 600_000_000,
 }
+LISTED = {metric.partition(".")[0] for metric in METRICS}
 LAUNCH = ("ID", "Process ID", "Process Name", "Host Name", "Kernel Name", "Context", "Stream")
 DENIED = (
     "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU "
@@ -78,17 +80,11 @@ def raw_page(kernels: Sequence[tuple[str, Mapping[str, float | str]]]) -> str:
 
 
 def install_ncu(
-    folder: Path,
-    output: str,
-    *,
-    listed: Sequence[str] | None = None,
-    errors: str = "",
-    code: int = 0,
+    folder: Path, output: str, *, listed: Collection[str] = LISTED, errors: str = "", code: int = 0
 ) -> Path:
     """Install a fake `ncu` that lists metrics, prints `output`, and saves its arguments."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = sorted({m.partition(".")[0] for m in METRICS} if listed is None else listed)
-    listing = "".join(f"{name:<80} Counter  inst  what it counts\n" for name in names)
+    listing = "".join(f"{name:<80} Counter  inst  what it counts\n" for name in sorted(listed))
     script = folder / "ncu"
     script.write_text(
         f"#!{sys.executable}\n"
@@ -116,29 +112,31 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make an H100 the current GPU."""
+def gpu(monkeypatch: pytest.MonkeyPatch, nothing_installed: Path) -> Path:
+    """Make an H100 the current GPU, and return the folder that is the only entry of PATH."""
     monkeypatch.setattr(profile_module, "gpu_unavailable", lambda: None)
     for module in (providers, profile_module):
         monkeypatch.setattr(module, "current_device", lambda: H100)
+    return nothing_installed
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(profile, arguments, env={"COLUMNS": "80", "NO_COLOR": "1"})
+@pytest.fixture
+def ncu(gpu: Path) -> Path:
+    """Folder with a fake `ncu` that prints `COUNTERS` of one kernel."""
+    return install_ncu(gpu, raw_page([("attention", COUNTERS)])).parent
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    """Return what `profile` prints; fail unless its exit code is `code`."""
+    result = CliRunner().invoke(profile, arguments, env={"COLUMNS": "80", "NO_COLOR": "1"})
+    assert result.exit_code == code, result.output
+    return result.output
 
 
 def case(**changes: Any) -> Case:
-    sizes = {
-        "dtype": "bfloat16",
-        "batch": 1,
-        "seqlen_q": 4096,
-        "seqlen_k": 4096,
-        "heads_q": 32,
-        "heads_kv": 32,
-        "head_dim": 128,
-        "head_dim_v": 128,
-    }
-    return Case(**sizes | changes)
+    sizes = {"seqlen_q": 4096, "seqlen_k": 4096, "heads_q": 32, "heads_kv": 32}
+    fields = {"dtype": "bfloat16", "batch": 1, **sizes, "head_dim": 128, "head_dim_v": 128}
+    return Case(**fields | changes)
 
 
 def plan_of(family: str | None = None, **changes: Any) -> Plan:
@@ -149,86 +147,63 @@ def rows_of(kernels: Sequence[Kernel], plan: Plan) -> dict[str, dict[str, Any]]:
     return {row["quantity"]: row for row in compare(kernels, plan, H100)}
 
 
-@pytest.mark.usefixtures("gpu")
-def test_measured_figures_stand_beside_the_models(nothing_installed: Path) -> None:
-    install_ncu(nothing_installed, raw_page([("attention", COUNTERS)]))
+@pytest.mark.usefixtures("ncu")
+def test_measured_figures_stand_beside_the_models() -> None:
+    output = run()
 
-    result = run()
-
-    assert result.exit_code == 0, result.output
-    lines = {line.split("  ")[0].strip(): line.split() for line in result.output.splitlines()}
+    lines = {line.split("  ")[0].strip(): line.split() for line in output.splitlines()}
     assert lines["HBM read"][2:] == ["101.3", "MB", "100.7", "MB", "1.007"]
     assert lines["HBM written"][2:] == ["8.389", "MB", "33.55", "MB", "0.250"]
     assert lines["tensor-core FLOPs"][2:] == ["274.9", "G", "274.9", "G", "1.000"]
     assert lines["tensor pipe active"][3:5] == ["71.25", "%"]
     assert lines["shared-memory conflicts"][2:4] == ["0.40", "%"]
     assert lines["registers per thread"][3] == "168"
-    assert "at most 1 on an SM by registers" in result.output
-    assert "Caches were flushed before each kernel" in result.output
+    assert "at most 1 on an SM by registers" in output
+    assert "Caches were flushed before each kernel" in output
 
 
-@pytest.mark.usefixtures("gpu")
-def test_no_line_of_the_table_is_wider_than_80_columns(nothing_installed: Path) -> None:
-    install_ncu(nothing_installed, raw_page([("attention", COUNTERS)]))
+@pytest.mark.usefixtures("ncu")
+def test_no_line_of_the_table_is_wider_than_80_columns() -> None:
+    output = run("--dtype", "float32", "--causal")
 
-    result = run("--dtype", "float32", "--causal")
-
-    assert max(map(len, result.output.splitlines())) <= 80
-    assert "\x1b" not in result.output
+    assert max(map(len, output.splitlines())) <= 80
+    assert "\x1b" not in output
 
 
-@pytest.mark.usefixtures("gpu")
 def test_the_child_is_told_the_whole_call_and_only_what_follows_start_is_profiled(
-    nothing_installed: Path,
+    ncu: Path,
 ) -> None:
-    install_ncu(nothing_installed, raw_page([("attention", COUNTERS)]))
-
-    result = run(
+    run(
         *("--seqlen-q", "113", "--seqlen-k", "203", "--heads", "6", "--kv-heads", "2"),
         *("--causal", "--q-offset", "7", "--family", "mma", "--tile", "Br=64", "--seed", "5"),
     )
-
-    assert result.exit_code == 0, result.output
-    arguments = json.loads((nothing_installed / "arguments.json").read_text(encoding="utf-8"))
+    arguments = written(ncu / "arguments.json")
     start = arguments.index("--profile-from-start")
-    assert arguments[start + 1] == "off"
     interpreter, *child, call = arguments[-4:]
+    told = case(seqlen_q=113, seqlen_k=203, heads_q=6, heads_kv=2, causal=True, q_offset=7)
+
+    assert arguments[start + 1] == "off"
     assert (interpreter, child) == (sys.executable, ["-m", "cupy_flash.cli.model.profiler"])
-    assert Call.from_json(call) == Call(
-        case(seqlen_q=113, seqlen_k=203, heads_q=6, heads_kv=2, causal=True, q_offset=7),
-        family="mma",
-        tile={"Br": 64},
-        seed=5,
-    )
+    assert Call.from_json(call) == Call(told, family="mma", tile={"Br": 64}, seed=5)
 
 
-@pytest.mark.usefixtures("gpu")
-def test_metrics_that_the_gpu_does_not_have_are_not_asked_for(nothing_installed: Path) -> None:
+def test_metrics_that_the_gpu_does_not_have_are_not_asked_for(gpu: Path) -> None:
     listed = ["dram__bytes_read", "gpu__time_duration"]
-    install_ncu(nothing_installed, raw_page([("attention", COUNTERS)]), listed=listed)
-
+    install_ncu(gpu, raw_page([("attention", COUNTERS)]), listed=listed)
     run()
-
-    arguments = json.loads((nothing_installed / "arguments.json").read_text(encoding="utf-8"))
+    arguments = written(gpu / "arguments.json")
     asked = arguments[arguments.index("--metrics") + 1].split(",")
-    assert {m for m in asked if not m.startswith("launch__")} == {
-        "dram__bytes_read.sum",
-        "gpu__time_duration.sum",
-    }
+
+    assert {m for m in asked if not m.startswith("launch__")} == {f"{name}.sum" for name in listed}
     # Launch metrics need no counters, so `ncu --query-metrics` does not list them.
     assert "launch__registers_per_thread" in asked
 
 
-@pytest.mark.usefixtures("gpu")
-def test_a_record_holds_the_rows_the_case_and_every_kernels_counters(
-    nothing_installed: Path, tmp_path: Path
-) -> None:
-    install_ncu(nothing_installed, raw_page([("attention", COUNTERS)]))
+@pytest.mark.usefixtures("ncu")
+def test_a_record_holds_the_rows_the_case_and_every_kernels_counters(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-
-    assert run("--output", str(path)).exit_code == 0
-
-    data = json.loads(path.read_text(encoding="utf-8"))
+    run("--output", str(path))
+    data = written(path)
     rows = {row["quantity"]: row for row in data["rows"]}
     assert rows["HBM read"]["model"] == 3 * BYTES
     assert rows["HBM read"]["ratio"] == pytest.approx(3.02 / 3)
@@ -241,84 +216,59 @@ def test_a_record_holds_the_rows_the_case_and_every_kernels_counters(
 def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile_module, "gpu_unavailable", lambda: "the driver reports no GPU")
 
-    result = run()
-
-    assert result.exit_code == 1
-    assert result.output == "Error: there is no GPU to profile on: the driver reports no GPU\n"
+    said = "Error: there is no GPU to profile on: the driver reports no GPU\n"
+    assert run(code=1) == said
 
 
 @pytest.mark.usefixtures("gpu")
 def test_without_ncu_one_line_says_what_to_install() -> None:
-    result = run()
+    output = run(code=1)
 
-    assert result.exit_code == 1
-    assert len(result.output.splitlines()) == 1
-    assert "install the package nsight-compute" in result.output
+    assert len(output.splitlines()) == 1
+    assert "install the package nsight-compute" in output
 
 
-@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("stream", ["output", "errors"])
-def test_without_permission_one_line_names_the_setting(
-    nothing_installed: Path, stream: str
-) -> None:
+def test_without_permission_one_line_names_the_setting(gpu: Path, stream: str) -> None:
     texts = {"output": "", "errors": ""} | {stream: DENIED + "\n"}
-    install_ncu(nothing_installed, **texts, code=1)
+    install_ncu(gpu, **texts, code=1)
+    output = run(code=1)
 
-    result = run()
-
-    assert result.exit_code == 1
-    assert len(result.output.splitlines()) == 1
-    assert "NVreg_RestrictProfilingToAdminUsers=0" in result.output
+    assert len(output.splitlines()) == 1
+    assert "NVreg_RestrictProfilingToAdminUsers=0" in output
 
 
-@pytest.mark.usefixtures("gpu")
-def test_an_error_of_the_profiler_is_its_first_line(nothing_installed: Path) -> None:
+def test_an_error_of_the_profiler_is_its_first_line(gpu: Path) -> None:
     output = "==ERROR== Failed to find metric foo\n==ERROR== Failed to profile\n"
-    install_ncu(nothing_installed, output, code=1)
+    install_ncu(gpu, output, code=1)
+    first, *_ = run(code=1).splitlines()
 
-    result = run()
-
-    assert result.exit_code == 1
-    assert result.output.splitlines()[0].endswith("measured nothing: Failed to find metric foo")
+    assert first.endswith("measured nothing: Failed to find metric foo")
 
 
-@pytest.mark.usefixtures("gpu")
-def test_a_child_that_failed_is_quoted_without_its_traceback(nothing_installed: Path) -> None:
-    errors = (
-        "Traceback (most recent call last):\n  File x\nMemoryError: out of memory\n==PROF== x\n"
-    )
+def test_a_child_that_failed_is_quoted_without_its_traceback(gpu: Path) -> None:
+    traceback = "Traceback (most recent call last):\n  File x\nMemoryError: out of memory\n"
     output = "==ERROR== The application returned an error code (1).\n"
-    install_ncu(nothing_installed, output, errors=errors, code=1)
+    install_ncu(gpu, output, errors=f"{traceback}==PROF== x\n", code=1)
 
-    result = run()
-
-    assert result.exit_code == 1
-    assert result.output.splitlines() == [
-        f"Error: {nothing_installed / 'ncu'} measured nothing: MemoryError: out of memory"
-    ]
+    said = f"Error: {gpu / 'ncu'} measured nothing: MemoryError: out of memory"
+    assert run(code=1).splitlines() == [said]
 
 
-@pytest.mark.usefixtures("gpu")
-def test_a_run_that_profiled_no_kernel_is_an_error(nothing_installed: Path) -> None:
-    install_ncu(nothing_installed, "==PROF== Connected to process 1\n")
+def test_a_run_that_profiled_no_kernel_is_an_error(gpu: Path) -> None:
+    install_ncu(gpu, "==PROF== Connected to process 1\n")
 
-    result = run()
-
-    assert result.exit_code == 1
-    assert "it saw no kernel" in result.output
+    assert "it saw no kernel" in run(code=1)
 
 
-@pytest.mark.usefixtures("gpu")
-def test_an_ncu_that_cannot_be_executed_is_named(nothing_installed: Path) -> None:
-    script = install_ncu(nothing_installed, "")
+def test_an_ncu_that_cannot_be_executed_is_named(gpu: Path) -> None:
+    script = install_ncu(gpu, "")
     script.write_text("#!/no/such/interpreter\n", encoding="utf-8")
 
-    result = run()
-
-    assert result.exit_code == 1
-    assert result.output.startswith(f"Error: {script} does not run: ")
+    assert run(code=1).startswith(f"Error: {script} does not run: ")
 
 
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -335,14 +285,11 @@ def test_wrong_options_are_usage_errors_with_a_gpu_and_without(
     arguments: tuple[str, ...], says: str, no_gpu: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profile_module, "gpu_unavailable", lambda: no_gpu)
-    for module in (providers, profile_module):
-        monkeypatch.setattr(module, "current_device", lambda: H100)
-    result = run(*arguments)
 
-    assert result.exit_code == 2
-    assert says in " ".join(result.output.split())
+    assert says in " ".join(run(*arguments, code=2).split())
 
 
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -351,15 +298,9 @@ def test_wrong_options_are_usage_errors_with_a_gpu_and_without(
     ],
 )
 def test_a_tile_that_the_gpu_does_not_take_is_a_usage_error(
-    arguments: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch
+    arguments: tuple[str, ...], says: str
 ) -> None:
-    monkeypatch.setattr(profile_module, "gpu_unavailable", lambda: None)
-    for module in (providers, profile_module):
-        monkeypatch.setattr(module, "current_device", lambda: H100)
-    result = run(*arguments)
-
-    assert result.exit_code == 2
-    assert says in " ".join(result.output.split())
+    assert says in " ".join(run(*arguments, code=2).split())
 
 
 def test_the_ncu_on_the_path_comes_first_then_the_newest_of_the_first_place(
@@ -378,21 +319,12 @@ def test_the_ncu_on_the_path_comes_first_then_the_newest_of_the_first_place(
 
 
 def test_a_raw_page_is_read_from_between_other_lines() -> None:
-    counters: dict[str, float | str] = {
-        "a.sum": 1234567.5,
-        "b.avg": "n/a",
-        "c.sum": "",
-        "d.avg": "nan",
-        "e.sum": 7,
-    }
+    counters: dict[str, float | str] = {"a.sum": 1234567.5, "b.avg": "n/a", "c.sum": ""}
+    counters |= {"d.avg": "nan", "e.sum": 7}
     text = "child says hello\n" + raw_page([("attention", counters), ("combine", counters)])
-
     kernels = parse_raw_page(text, ["a.sum", "b.avg", "c.sum", "d.avg", "absent.sum"])
 
-    assert kernels == [
-        Kernel("attention", {"a.sum": 1234567.5}),
-        Kernel("combine", {"a.sum": 1234567.5}),
-    ]
+    assert kernels == [Kernel(name, {"a.sum": 1234567.5}) for name in ("attention", "combine")]
 
 
 @pytest.mark.parametrize(
@@ -403,11 +335,8 @@ def test_what_is_no_raw_page_has_no_kernels(text: str) -> None:
 
 
 def test_amounts_add_up_over_kernels_and_shares_are_the_longest_kernels() -> None:
-    kernels = [
-        Kernel("attention", COUNTERS),
-        Kernel("combine", COUNTERS | {"gpu__time_duration.sum": 1000, PIPE: 0.0}),
-    ]
-
+    second = COUNTERS | {"gpu__time_duration.sum": 1000, PIPE: 0.0}
+    kernels = [Kernel("attention", COUNTERS), Kernel("combine", second)]
     rows = rows_of(kernels, plan_of())
 
     assert rows["HBM read"]["measured"] == pytest.approx(2 * 3.02 * BYTES)
@@ -418,14 +347,9 @@ def test_amounts_add_up_over_kernels_and_shares_are_the_longest_kernels() -> Non
 
 
 def test_of_metrics_that_count_the_same_the_largest_counts() -> None:
-    kernel = Kernel(
-        "attention",
-        {
-            "sm__ops_path_tensor_src_bf16_dst_fp32.sum": 0.0,
-            "sm__ops_path_tensor_src_fp16.sum": 90.0,
-            "sm__ops_path_tensor_src_fp16_dst_fp32.sum": 90.0,
-        },
-    )
+    metric = "sm__ops_path_tensor_src_"
+    counters = {"bf16_dst_fp32.sum": 0.0, "fp16.sum": 90.0, "fp16_dst_fp32.sum": 90.0}
+    kernel = Kernel("attention", {metric + name: value for name, value in counters.items()})
 
     assert rows_of([kernel], plan_of(dtype="float16"))["tensor-core FLOPs"]["measured"] == 90.0
 
@@ -441,7 +365,6 @@ def test_what_was_not_measured_is_shown_as_such() -> None:
 def test_without_tensor_cores_the_products_are_among_the_other_operations() -> None:
     plan = plan_of("simt", dtype="float32", head_dim=64, head_dim_v=64)
     counters = COUNTERS | {"sm__ops_path_tensor_src_bf16_dst_fp32.sum": 0.0}
-
     rows = rows_of([Kernel("attention", counters)], plan)
 
     assert rows["tensor-core FLOPs"]["model"] == 0
@@ -450,7 +373,6 @@ def test_without_tensor_cores_the_products_are_among_the_other_operations() -> N
 
 def test_the_model_reads_every_input_once_and_writes_the_output_once() -> None:
     plan = plan_of(seqlen_q=799, seqlen_k=203, heads_q=30, heads_kv=6, head_dim=96, head_dim_v=64)
-
     model = model_of(plan)
 
     assert plan.num_splits == 1
@@ -462,7 +384,6 @@ def test_the_model_reads_every_input_once_and_writes_the_output_once() -> None:
 def test_partial_results_of_split_keys_cross_the_memory_bus_both_ways() -> None:
     plan = plan_of("mma", seqlen_q=1, heads_q=4, heads_kv=4)
     arrays = 2 * 4 * 128 * (1 + 2 * 4096)
-
     model = model_of(plan)
 
     assert plan.num_splits > 1
@@ -473,7 +394,6 @@ def test_partial_results_of_split_keys_cross_the_memory_bus_both_ways() -> None:
 def test_the_naive_familys_scores_cross_the_memory_bus_twice_each_way() -> None:
     plan = plan_of("naive", seqlen_q=113, seqlen_k=203, heads_q=2, heads_kv=2)
     scores = 2 * 113 * 203 * 4
-
     model = model_of(plan)
 
     assert model.hbm.read == 2 * 2 * 128 * (113 + 2 * 203) + 2 * scores
@@ -488,7 +408,6 @@ def test_a_causal_model_counts_the_pairs_that_are_seen() -> None:
 def test_the_models_occupancy_is_of_the_resident_blocks() -> None:
     plan = plan_of("mma")
     main = Kernel(plan.launches[0].entry, COUNTERS | {"launch__registers_per_thread": 255})
-
     row = rows_of([main], plan)["occupancy"]
 
     assert row["measured"] == 18.5
@@ -549,18 +468,14 @@ def test_the_child_warms_up_before_the_one_call_that_is_profiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log: list[str] = []
-    fake_profiler = SimpleNamespace(
-        start=lambda: log.append("start"), stop=lambda: log.append("stop")
-    )
-    device = SimpleNamespace(synchronize=lambda: log.append("synchronize"))
+    says = {name: partial(log.append, name) for name in ("start", "stop", "synchronize", "call")}
+    fake_profiler = SimpleNamespace(start=says["start"], stop=says["stop"])
+    device = SimpleNamespace(synchronize=says["synchronize"])
     cuda = SimpleNamespace(profiler=fake_profiler, Device=lambda: device)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr("cupy_flash.cli.cases.inputs.random_inputs", lambda *_, **__: None)
-    prepared = SimpleNamespace(call=lambda: log.append("call"))
-    monkeypatch.setattr(
-        providers, "Dispatcher", lambda *_: SimpleNamespace(prepare=lambda _: prepared)
-    )
-
+    dispatcher = SimpleNamespace(prepare=lambda _: SimpleNamespace(call=says["call"]))
+    monkeypatch.setattr(providers, "Dispatcher", lambda *_: dispatcher)
     profiler._child(Call(case()).to_json())
 
     assert log[:2] == ["call", "call"]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
+from support import commands
 
 from cupy_flash.cli.cases.cases import Case
+from cupy_flash.cli.cases.inputs import random_inputs
 from cupy_flash.cli.model import gpus
 from cupy_flash.cli.model import roofline as roofline_module
 from cupy_flash.cli.model.roofline import Measured, roofline
@@ -21,15 +22,17 @@ from cupy_flash.gpu.environment import gpu_unavailable
 RAGGED = ("--seqlen-q", "113", "--seqlen-k", "203", "--heads", "6", "--kv-heads", "2")
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(roofline, list(arguments), catch_exceptions=False)
+def run(*arguments: str, code: int = 0) -> str:
+    """Return what `roofline` prints; fail unless its exit code is `code`."""
+    result = CliRunner().invoke(roofline, list(arguments), catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result.output
 
 
 def rows_of(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
     path = tmp_path / "rows.json"
-    result = run(*arguments, "--output", str(path), "--force")
-    assert result.exit_code == 0, result.output
-    return json.loads(path.read_text(encoding="utf-8"))["rows"]
+    run(*arguments, "--output", str(path), "--force")
+    return commands.written(path)["rows"]
 
 
 @pytest.fixture
@@ -48,12 +51,10 @@ def an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_articles_shape_on_an_h100_is_the_default(no_gpu: None, tmp_path: Path) -> None:
     standard, fused, uncached = rows_of(tmp_path, "--gpu", "H100")
-    array = 4096 * 128 * 32 * 2
-    matrix = 4096 * 4096 * 32 * 2
+    array, matrix = 4096 * 128 * 32 * 2, 4096 * 4096 * 32 * 2
+    names = [row["algorithm"] for row in (standard, fused, uncached)]
 
-    assert [row["algorithm"] for row in (standard, fused, uncached)] == [
-        "standard", "fused", "fused, no L2"
-    ]  # fmt: skip
+    assert names == ["standard", "fused", "fused, no L2"]
     assert standard["bytes_read"] + standard["bytes_written"] == 4 * array + 4 * matrix
     assert (fused["bytes_read"], fused["bytes_written"]) == (3 * array, array)
     assert fused["intensity"] == pytest.approx(2048)
@@ -74,7 +75,7 @@ def test_rows_follow_from_their_own_figures(no_gpu: None, tmp_path: Path) -> Non
 
 
 def test_the_table_names_peak_bandwidth_ridge_point_and_source(no_gpu: None) -> None:
-    text = run("--gpu", "a100").stdout
+    text = run("--gpu", "a100")
 
     assert "A100: 312 TFLOP/s dense (tensor cores), 2039 GB/s" in text
     assert "ridge point 153.0 FLOP/byte. NVIDIA A100 Tensor Core GPU datasheet" in text
@@ -85,17 +86,16 @@ def test_the_table_names_peak_bandwidth_ridge_point_and_source(no_gpu: None) -> 
 def test_without_kernels_for_a_gpu_the_usual_tile_is_modelled_and_that_is_said(
     no_gpu: None,
 ) -> None:
-    assert "fused on V100: no kernels of cupy_flash; modelled with tiles of 64x64." in (
-        run("--gpu", "V100").stdout
-    )
+    said = "fused on V100: no kernels of cupy_flash; modelled with tiles of 64x64."
+    assert said in run("--gpu", "V100")
 
 
 def test_a_kernel_on_cuda_cores_is_said_not_to_reach_the_tensor_cores_peak(no_gpu: None) -> None:
-    text = " ".join(run("--gpu", "T4").stdout.split())
+    text = " ".join(run("--gpu", "T4").split())
 
     assert "family simt" in text
     assert "on CUDA cores, which do not reach that peak" in text
-    assert "on CUDA cores, which" not in run("--gpu", "T4", "--dtype", "float32").stdout
+    assert "on CUDA cores, which" not in run("--gpu", "T4", "--dtype", "float32")
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -103,7 +103,7 @@ def test_every_row_stays_on_one_line(an_h100: None, width: int, monkeypatch: Any
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setattr(roofline_module, "measure_rate", lambda case: Measured(123.4e12))
     sizes = ("--seqlen-q", "113,65536", "--seqlen-k", "131072", "--causal", "no,yes")
-    text = run(*sizes, "--batch", "7", "--dtype", "float16,float32").stdout
+    text = run(*sizes, "--batch", "7", "--dtype", "float16,float32")
     rows = re.findall(r"^ (?:standard|fused|no L2) .*$", text, re.MULTILINE)
 
     assert len(rows) == 8 * 3
@@ -118,9 +118,9 @@ def test_what_is_said_of_a_gpu_fits_80_columns_and_stays_whole_in_a_pipe(
 ) -> None:
     arguments = ("--gpu", ",".join(gpus.names()), "--dtype", dtype)
     monkeypatch.setenv("COLUMNS", "80")
-    narrow = run(*arguments).stdout
+    narrow = run(*arguments)
     monkeypatch.delenv("COLUMNS")
-    wide = run(*arguments).stdout.splitlines()
+    wide = run(*arguments).splitlines()
     heads = [line for line in wide if "TFLOP/s dense" in line or line.startswith("ridge point")]
 
     assert max(map(len, narrow.splitlines())) <= 80
@@ -129,11 +129,11 @@ def test_what_is_said_of_a_gpu_fits_80_columns_and_stays_whole_in_a_pipe(
 
 
 def test_figures_below_one_have_four_digits_too(no_gpu: None) -> None:
-    text = run("--gpu", "H100", "--dtype", "float64").stdout
+    text = run("--gpu", "H100", "--dtype", "float64")
 
     assert re.search(r"^ standard +8.993 +8.724 ", text, re.MULTILINE)
     assert re.search(r"^ fused +0.4027 +0.1342 ", text, re.MULTILINE)
-    few = run("--gpu", "H100", "--seqlen-q", "1", "--seqlen-k", "13", "--heads", "1").stdout
+    few = run("--gpu", "H100", "--seqlen-q", "1", "--seqlen-k", "13", "--heads", "1")
     assert re.search(r"^ fused +0.006912 +0.000256 ", few, re.MULTILINE)
 
 
@@ -151,7 +151,7 @@ def test_the_present_gpu_is_the_default_and_is_measured(an_h100: None, tmp_path:
     assert fused["measured_tflops"] == 600
     assert fused["share"] == pytest.approx(600 / 989.5)
     assert standard["measured_tflops"] is None
-    assert "600 (61%)" in run().stdout
+    assert "600 (61%)" in run()
 
 
 def test_only_the_present_gpu_is_measured(an_h100: None, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_only_the_present_gpu_is_measured(an_h100: None, tmp_path: Path) -> None
 def test_a_call_that_cannot_be_measured_says_why(an_h100: None, monkeypatch: Any) -> None:
     monkeypatch.setattr(roofline_module, "measure_rate", lambda case: Measured(reason="it is busy"))
 
-    assert "not measured: it is busy" in run().stdout
+    assert "not measured: it is busy" in run()
 
 
 def test_the_rate_is_the_problems_flops_over_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,12 +178,8 @@ def test_the_rate_is_the_problems_flops_over_the_median(monkeypatch: pytest.Monk
     monkeypatch.setattr(providers, "gpu_unavailable", lambda: "none is plugged in")
     monkeypatch.setattr(roofline_module, "GpuTimer", FakeTimer)
     monkeypatch.setattr(roofline_module, "too_large", lambda needed, *, on_gpu: None)
-    inputs = roofline_module.random_inputs
-    monkeypatch.setattr(
-        roofline_module,
-        "random_inputs",
-        lambda case, seed, *, on_gpu: inputs(case, 0, on_gpu=False),
-    )
+    inputs = random_inputs(case, 0, on_gpu=False)
+    monkeypatch.setattr(roofline_module, "random_inputs", lambda case, seed, *, on_gpu: inputs)
 
     assert roofline_module.measure_rate(case).flops == pytest.approx(case.problem().flops() / 2e-3)
 
@@ -211,10 +207,7 @@ def test_too_little_memory_is_a_reason_not_an_error(monkeypatch: pytest.MonkeyPa
 def test_wrong_options_exit_with_2_and_say_what_is_right(
     no_gpu: None, arguments: tuple[str, ...], message: str
 ) -> None:
-    result = run(*arguments)
-
-    assert result.exit_code == 2
-    assert re.search(message, " ".join(result.stderr.split()))
+    assert re.search(message, " ".join(run(*arguments, code=2).split()))
 
 
 def test_a_present_gpu_without_a_datasheet_is_named(
@@ -225,20 +218,18 @@ def test_a_present_gpu_without_a_datasheet_is_named(
     other = type(device)(**{**vars(device), "name": "NVIDIA Test 1"})
     for module in (providers, roofline_module):
         monkeypatch.setattr(module, "current_device", lambda: other)
-    result = run()
+    said = run(code=2)
 
-    assert result.exit_code == 2
-    assert "no datasheet of a GPU 'NVIDIA Test 1'" in " ".join(result.stderr.split())
-    assert run("--gpu", "H100").exit_code == 0
+    assert "no datasheet of a GPU 'NVIDIA Test 1'" in " ".join(said.split())
+    run("--gpu", "H100")
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_the_picture_is_written(an_h100: None, tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"roofline{suffix}"
-    result = run("--gpu", "H100,A100", "--causal", "no,yes", "--plot", str(path))
+    run("--gpu", "H100,A100", "--causal", "no,yes", "--plot", str(path))
     start = path.read_bytes()[:200]
 
-    assert result.exit_code == 0, result.output
     assert start.startswith(b"\x89PNG") if suffix == ".png" else b"<?xml" in start
 
 
@@ -249,15 +240,15 @@ def test_the_picture_names_roofs_algorithms_and_measured_rates(
     run("--gpu", "H100,A100", "--causal", "no,yes", "--plot", str(path))
     text = path.read_text(encoding="utf-8")
 
-    for words in ("H100 float16, ridge 295", "A100 float16, ridge 153", "standard",
-                  "fused, no L2", "fused, measured", "causal: 600"):  # fmt: skip
+    roofs = ("H100 float16, ridge 295", "A100 float16, ridge 153")
+    for words in (*roofs, "standard", "fused, no L2", "fused, measured", "causal: 600"):
         assert f">{words}<" in text
 
 
 def test_a_picture_of_nothing_but_empty_problems_is_drawn(no_gpu: None, tmp_path: Path) -> None:
     path = tmp_path / "roofline.svg"
+    run("--gpu", "H100", "--batch", "0", "--plot", str(path))
 
-    assert run("--gpu", "H100", "--batch", "0", "--plot", str(path)).exit_code == 0
     assert path.exists()
 
 
@@ -286,11 +277,8 @@ def test_an_interrupt_leaves_what_was_measured(
     monkeypatch.setattr(roofline_module, "measure_rate", interrupted)
     path = tmp_path / "rows.json"
     with pytest.raises(click.Abort):
-        roofline.main(
-            ["--seqlen-q", "1024,2048", "--output", str(path)],
-            standalone_mode=False,
-        )
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        roofline.main(["--seqlen-q", "1024,2048", "--output", str(path)], standalone_mode=False)
+    rows = commands.written(path)["rows"]
 
     assert {row["seqlen_q"] for row in rows} == {1024}
 
@@ -312,7 +300,7 @@ def test_only_what_is_seen_is_counted_and_biases_are_read(no_gpu: None, tmp_path
 
 
 def test_a_modified_case_is_named_and_its_flops_explained(no_gpu: None) -> None:
-    output = run("--gpu", "H100", "--sinks", "no,yes", "--mod", "documents").output
+    output = run("--gpu", "H100", "--sinks", "no,yes", "--mod", "documents")
 
     assert "sinks, mod documents" in output
     assert "FLOPs of windows, documents, prefixes" in output

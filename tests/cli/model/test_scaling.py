@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from support import commands
 from support.benchmark_scripts import IN_CHECKOUT
 
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.model.ranks import Links, counts, estimate
-from cupy_flash.cli.model.roofline import roofline
 
 CASE = Case("bfloat16", 1, 131072, 131072, 16, 16, 128, 128)
 FAST = Links(1e30, 1e30, 8)
 SHAPE = ("--gpu", "H200", "--batch", "1", "--heads", "16", "--dtype", "bf16")
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(roofline, list(arguments), catch_exceptions=False)
+def run(*arguments: str, code: int = 0) -> Result:
+    return commands.run("roofline", *SHAPE, *arguments, code=code)
 
 
 def rows_of(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
-    path = tmp_path / "rows.json"
-    result = run(*SHAPE, *arguments, "--output", str(path))
-    assert result.exit_code == 0, result.output
-    return json.loads(path.read_text(encoding="utf-8"))["rows"]
+    return commands.record_of(tmp_path / "rows.json", "roofline", *SHAPE, *arguments)["rows"]
 
 
 def test_on_one_gpu_nothing_is_exchanged() -> None:
@@ -86,12 +82,11 @@ def test_backward_exchanges_heads_of_all_that_it_reads_and_writes(
 ) -> None:
     """Gradients of a KV head that several ranks hold are summed in float32."""
     case = Case("bfloat16", 1, 4096, 4096, 8, heads_kv, 128, 64, direction="backward")
-    ranks = head_ranks
     links = Links(1e6, 1.0, 8)
     of_queries = 8 * (2 * (128 + 64) * 2 + 4)
     of_keys = max(heads_kv, head_ranks) * (128 + 64) * (2 + item_back)
-    moved = 4096 / ranks * (of_queries + of_keys) * (head_ranks - 1) / head_ranks
-    found = estimate(case, ranks, head_ranks, 600e12, 1e30, links)
+    moved = 4096 / head_ranks * (of_queries + of_keys) * (head_ranks - 1) / head_ranks
+    found = estimate(case, head_ranks, head_ranks, 600e12, 1e30, links)
     assert found.exchange == pytest.approx(moved / 1e6, rel=1e-4)
 
 
@@ -110,16 +105,15 @@ PAGE = ROOT / "docs/engineering/roofline.md"
 @pytest.mark.skipif(not IN_CHECKOUT, reason="the tests stand outside a checkout")
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_two_gpus_took_as_long_as_the_model_says_within_a_tenth(direction: str) -> None:
-    record = ROOT / f"benchmarks/results/h100x2_{direction}.json"
-    rows = json.loads(record.read_text(encoding="utf-8"))["rows"]
+    rows = commands.written(ROOT / f"benchmarks/results/h100x2_{direction}.json")["rows"]
     alone = {row["causal"]: row for row in rows if row["provider"] == "cupy_flash"}
     on_two = {row["causal"]: row["median_ms"] for row in rows if "2gpus" in row["provider"]}
     assert alone.keys() == on_two.keys()
     assert on_two
     for causal, one in alone.items():
-        shape = (one["batch"], one["seqlen_q"], one["seqlen_k"], one["heads_q"], one["heads_kv"])
-        dims = (one["head_dim"], one["head_dim_v"])
-        case = Case(one["dtype"], *shape, *dims, causal=causal, direction=one["direction"])
+        names = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "head_dim", "head_dim_v")
+        sizes = [one[name] for name in names]
+        case = Case(one["dtype"], *sizes, causal=causal, direction=one["direction"])
         links = Links(300e9, 50e9, 8)
         found = estimate(case, 2, None, one["tflops"] * 1e12, 3.35e12, links).seconds * 1e3
         assert on_two[causal] == pytest.approx(found, rel=0.1)
@@ -149,9 +143,9 @@ def test_numbers_of_gpus_that_cannot_share_out_heads_as_asked_are_left_out(tmp_p
 
 
 def test_the_table_fits_a_terminal_and_says_what_it_assumes() -> None:
-    result = run(*SHAPE, "--seqlen-q", "65536", "--gpus", "16", "--link", "250")
-    assert "250 GB/s to the 8 GPUs of a host, 50 beyond" in result.output
-    assert "of ideal" in result.output
+    text = run("--seqlen-q", "65536", "--gpus", "16", "--link", "250").output
+    assert "250 GB/s to the 8 GPUs of a host, 50 beyond" in text
+    assert "of ideal" in text
 
 
 @pytest.mark.parametrize(
@@ -172,6 +166,4 @@ def test_the_table_fits_a_terminal_and_says_what_it_assumes() -> None:
     ],
 )
 def test_what_is_not_modelled_is_refused(arguments: tuple[str, ...], text: str) -> None:
-    result = run(*SHAPE, "--seqlen-q", "4096", *arguments)
-    assert result.exit_code == 2
-    assert text in " ".join(result.output.split())
+    assert text in " ".join(run("--seqlen-q", "4096", *arguments, code=2).output.split())

@@ -29,16 +29,8 @@ from cupy_flash.problem.problem import Problem, make_contiguous_problem
 
 
 def problem(**changes: object) -> Problem:
-    sizes = {
-        "dtype": "float16",
-        "batch": 1,
-        "seqlen_q": 113,
-        "seqlen_k": 203,
-        "heads_q": 4,
-        "heads_kv": 2,
-        "head_dim": 24,
-        "head_dim_v": 40,
-    }
+    sizes = {"seqlen_q": 113, "seqlen_k": 203, "heads_q": 4, "heads_kv": 2}
+    sizes |= {"dtype": "float16", "batch": 1, "head_dim": 24, "head_dim_v": 40}
     return make_contiguous_problem(**(sizes | changes))  # type: ignore[arg-type]
 
 
@@ -46,15 +38,10 @@ def random_problem(rng: np.random.Generator) -> Problem:
     seqlen_q, seqlen_k = (int(n) for n in rng.integers(1, 400, 2))
     heads_kv, group = (int(n) for n in rng.integers(1, 4, 2))
     causal = bool(rng.integers(2))
-    return problem(
-        batch=int(rng.integers(1, 3)),
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        heads_q=heads_kv * group,
-        heads_kv=heads_kv,
-        causal=causal,
-        q_offset=int(rng.integers(-seqlen_q, seqlen_k + 1)) if causal else None,
-    )
+    sizes = {"batch": int(rng.integers(1, 3)), "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    offset = int(rng.integers(-seqlen_q, seqlen_k + 1)) if causal else None
+    heads = {"heads_q": heads_kv * group, "heads_kv": heads_kv}
+    return problem(**sizes, **heads, causal=causal, q_offset=offset)
 
 
 def sees(p: Problem) -> np.ndarray:
@@ -99,18 +86,23 @@ def test_a_causal_standard_algorithm_keeps_the_whole_score_matrix() -> None:
     assert standard(problem(causal=True)) == standard(problem())
 
 
+def keys_read(visible: np.ndarray, Br: int, Bc: int) -> list[int]:
+    """Return, for each query tile, the number of keys in the KV tiles that it has to read."""
+    counts = []
+    for first in range(0, visible.shape[0], Br):
+        touched = visible[first : first + Br].any(axis=0)
+        tiles = (touched[key : key + Bc] for key in range(0, visible.shape[1], Bc))
+        counts.append(sum(len(tile) for tile in tiles if tile.any()))
+    return counts
+
+
 def test_tiles_read_what_brute_force_finds_seen(rng: np.random.Generator) -> None:
     for _ in range(200):
         p = random_problem(rng)
         Br, Bc = (int(n) for n in rng.integers(1, 130, 2))
         seen = sees(p)
-        expected = []
-        for first in range(0, p.seqlen_q, Br):
-            touched = seen[first : first + Br].any(axis=0)
-            tiles = (touched[key : key + Bc] for key in range(0, p.seqlen_k, Bc))
-            expected.append(sum(len(tile) for tile in tiles if tile.any()))
 
-        assert [end - begin for begin, end in tile_ranges(p, Br, Bc)] == expected
+        assert [end - begin for begin, end in tile_ranges(p, Br, Bc)] == keys_read(seen, Br, Bc)
         assert visible_keys(p).keys() == seen.any(axis=0).sum()
 
 
@@ -127,13 +119,9 @@ def test_modified_tiles_read_what_brute_force_finds_seen(
         keys = np.arange(p.seqlen_k)
         matrix = (keys >= seen.begins[:, None]) & (keys < seen.ends[:, None])
         Br, Bc = (int(n) for n in rng.integers(1, 130, 2))
-        expected = []
-        for first in range(0, p.seqlen_q, Br):
-            touched = matrix[first : first + Br].any(axis=0)
-            tiles = (touched[key : key + Bc] for key in range(0, p.seqlen_k, Bc))
-            expected.append(sum(len(tile) for tile in tiles if tile.any()))
+        ranges = tile_ranges(p, Br, Bc, mods)
 
-        assert [end - begin for begin, end in tile_ranges(p, Br, Bc, mods)] == expected
+        assert [end - begin for begin, end in ranges] == keys_read(matrix, Br, Bc)
         assert visible_keys(p, mods).keys() == matrix.any(axis=0).sum()
 
 
@@ -203,10 +191,9 @@ def test_a_cache_that_holds_nothing_leaves_what_blocks_share_in_a_round(
     for _ in range(100):
         p = random_problem(rng)
         Br, Bc, together = (int(n) for n in rng.integers(1, 100, 3))
-        group = p.heads_q // p.heads_kv
-        whole_sections = [n for n in range(1, p.batch * p.heads_kv + 1)
-                          if p.batch * p.heads_kv % n == 0]  # fmt: skip
-        section = group * int(rng.choice(whole_sections))
+        heads = p.batch * p.heads_kv
+        whole_sections = [n for n in range(1, heads + 1) if heads % n == 0]
+        section = p.heads_q // p.heads_kv * int(rng.choice(whole_sections))
         schedule = Schedule(Br, Bc, section * together, section, l2_bytes=0)
 
         assert fused(p, schedule).read == brute_force_read(p, schedule)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from support import commands
 
 from cupy_flash import parallel
 from cupy_flash.cli.bench.bench import bench
@@ -63,8 +63,7 @@ def test_what_it_does_not_time_has_a_reason(
 ) -> None:
     monkeypatch.setattr(SeveralGpus, "missing", lambda self: None)
     found = SeveralGpus(2, head_ranks).why_not(dataclasses.replace(CASE, **changed))
-    assert found is not None
-    assert reason in found
+    assert reason in (found or "")
 
 
 def test_a_capture_that_fails_ends_the_ranks_and_says_so(
@@ -126,8 +125,7 @@ def test_without_the_gpus_it_says_so() -> None:
     ],
 )
 def test_options_of_gpus_that_do_nothing_are_refused(arguments: tuple[str, ...], text: str) -> None:
-    result = CliRunner().invoke(bench, arguments)
-    assert result.exit_code == 2
+    result = commands.run("bench", *arguments, code=2)
     assert text in " ".join(result.output.split())
 
 
@@ -136,6 +134,5 @@ def test_what_ranks_do_not_take_is_refused(
     arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SeveralGpus, "missing", lambda self: None)
-    result = CliRunner().invoke(bench, ("--gpus", "2", *arguments))
-    assert result.exit_code == 2
+    result = commands.run("bench", "--gpus", "2", *arguments, code=2)
     assert "leave out --preset, --input and a forced tile" in " ".join(result.output.split())

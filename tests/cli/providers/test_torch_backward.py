@@ -10,30 +10,26 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from support.gpu import fake_cupy
+from support.fake_torch import Tensor, TorchOnHost, install_torch, passes_check
 
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.cases.inputs import Inputs, random_inputs
 from cupy_flash.cli.measure.gradient_check import GradientCheck
-from cupy_flash.cli.providers import torch_providers
 from cupy_flash.cli.providers.providers import provider
 from cupy_flash.cli.providers.torch_flex import FLEX
 from cupy_flash.reference.gradients import backward_naive
 
 
-class Tensor(np.ndarray):
+class GradientTensor(Tensor):
     """Fake tensor that records whether it needs a gradient, and which tensor it repeats."""
 
     requires_grad = False
-    source: Tensor | None = None
+    source: GradientTensor | None = None
 
-    def transpose(self, one: Any, other: Any = None) -> Any:
-        return self.swapaxes(one, other)
-
-    def detach(self) -> Tensor:
+    def detach(self) -> GradientTensor:
         return self.view()
 
-    def requires_grad_(self) -> Tensor:
+    def requires_grad_(self) -> GradientTensor:
         self.requires_grad = True
         return self
 
@@ -56,7 +52,7 @@ class Stream(NamedTuple):
     cuda_stream: Any
 
 
-class FakeTorch:
+class FakeTorch(TorchOnHost):
     """Fake of the parts of torch that compute gradients.
 
     Attributes
@@ -69,20 +65,16 @@ class FakeTorch:
         Whether calls can be captured.
     """
 
+    tensor = GradientTensor
+
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(monkeypatch, self.sdpa_kernel)
         self.log: list[str] = []
         self.takes_groups = self.captures = True
         self.stream = 0
         self.is_grad_enabled = True
         self.capturing: Any = None
         self.autograd = SimpleNamespace(grad=self.grad)
-        self.nn = SimpleNamespace(
-            attention=SimpleNamespace(
-                SDPBackend=SimpleNamespace(CUDNN_ATTENTION="cudnn", EFFICIENT_ATTENTION="it"),
-                sdpa_kernel=self.sdpa_kernel,
-            ),
-            functional=SimpleNamespace(scaled_dot_product_attention=self.sdpa),
-        )
         self.cuda = SimpleNamespace(
             current_stream=lambda: Stream(self.stream),
             CUDAGraph=lambda: SimpleNamespace(replay=lambda: self.log.append("replay")),
@@ -92,13 +84,6 @@ class FakeTorch:
             synchronize=lambda: None,
         )
         self.backends: list[Any] = []
-        monkeypatch.setitem(sys.modules, "torch.nn.attention", self.nn.attention)
-
-    def set_float32_matmul_precision(self, _: str) -> None:
-        pass
-
-    def from_dlpack(self, array: np.ndarray) -> Tensor:
-        return array.view(Tensor)
 
     @contextlib.contextmanager
     def no_grad(self) -> Iterator[None]:
@@ -147,14 +132,9 @@ class FakeTorch:
         assert self.capturing in (None, out.stream), "autograd stays on the streams of forward"
         self.log.append("gradients")
         arrays = (np.asarray(x) for x in (dout, *out.inputs))
-        found = backward_naive(
-            *arrays,
-            layout="bhsd",
-            causal=out.options["is_causal"],
-            # PyTorch aligns its causal mask top-left.
-            q_offset=0 if out.options["is_causal"] else None,
-            softmax_scale=out.options["scale"],
-        )
+        # PyTorch aligns its causal mask top-left.
+        mask = {"causal": True, "q_offset": 0} if out.options["is_causal"] else {"causal": False}
+        found = backward_naive(*arrays, layout="bhsd", softmax_scale=out.options["scale"], **mask)
         for tensor, used in zip(inputs, out.inputs, strict=True):
             assert tensor is used or tensor is used.source
         return tuple(
@@ -166,13 +146,7 @@ class FakeTorch:
 @pytest.fixture
 def torch(monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
     """Fake torch and fake CuPy, which both compute with NumPy."""
-    cupy = fake_cupy.install(monkeypatch)
-    cupy.cuda.get_current_stream = lambda: SimpleNamespace(ptr=0)
-    fake = FakeTorch(monkeypatch)
-    monkeypatch.setattr(torch_providers, "torch_module", lambda: fake)
-    monkeypatch.setattr(torch_providers, "to_cupy", np.asarray)
-    monkeypatch.setattr(torch_providers, "why_no_torch", lambda: None)
-    return fake
+    return install_torch(monkeypatch, FakeTorch(monkeypatch))
 
 
 def inputs_of(**more: Any) -> Inputs:
@@ -182,9 +156,7 @@ def inputs_of(**more: Any) -> Inputs:
 
 
 def passes(inputs: Inputs, prepared: Any) -> bool:
-    check = GradientCheck(inputs, 0, on_gpu=False)
-    with prepared.scope():
-        return check.error(prepared.to_result(prepared.call())) <= check.coverage.bound
+    return passes_check(GradientCheck(inputs, 0, on_gpu=False), prepared)
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])

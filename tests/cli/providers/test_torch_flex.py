@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -11,13 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gpu import fake_cupy
+from support.fake_torch import TorchOnHost, install_torch, passes_check
 
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.cases.inputs import Inputs, random_inputs
 from cupy_flash.cli.cases.mods import CaseMods
 from cupy_flash.cli.measure.check import Check
-from cupy_flash.cli.providers import torch_providers
 from cupy_flash.cli.providers.providers import provider
 from cupy_flash.cli.providers.torch_flex import FLEX
 from cupy_flash.reference.dense import attention_naive
@@ -25,16 +25,8 @@ from cupy_flash.reference.dense import attention_naive
 
 def case(mods: str = "", **more: Any) -> Case:
     sizes: dict[str, Any] = {"seqlen_q": 113, "seqlen_k": 203} | more
-    return Case(
-        "float32",
-        2,
-        heads_q=4,
-        heads_kv=2,
-        head_dim=16,
-        head_dim_v=16,
-        mods=CaseMods.parse(mods),
-        **sizes,
-    )
+    sizes |= {"heads_q": 4, "heads_kv": 2, "head_dim": 16, "head_dim_v": 16}
+    return Case("float32", 2, mods=CaseMods.parse(mods), **sizes)
 
 
 class BlockMask:
@@ -48,24 +40,12 @@ class BlockMask:
 
     def sparsity(self) -> float:
         rows, keys = self.seen.shape[2:]
-        blocks = [
-            self.seen[..., r : r + 128, k : k + 128].any()
-            for r in range(0, rows, 128)
-            for k in range(0, keys, 128)
-        ]
+        starts = itertools.product(range(0, rows, 128), range(0, keys, 128))
+        blocks = [self.seen[..., r : r + 128, k : k + 128].any() for r, k in starts]
         return 100 * (1 - sum(blocks) / len(blocks))
 
 
-class Tensor(np.ndarray):
-    """Fake tensor: an array with a device and PyTorch's `transpose`."""
-
-    device = "cuda"
-
-    def transpose(self, one: Any, other: Any = None) -> Any:
-        return self.swapaxes(one, other)
-
-
-class FakeTorch:
+class FakeTorch(TorchOnHost):
     """Fake of the parts of torch that the providers use.
 
     Attributes
@@ -76,35 +56,19 @@ class FakeTorch:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[Any] = []
-        flex = SimpleNamespace(
-            flex_attention=self.flex_attention,
-            create_block_mask=self.create_block_mask,
-            and_masks=self.and_masks,
-        )
+        names = ("flex_attention", "create_block_mask", "and_masks")
+        flex = SimpleNamespace(**{name: getattr(self, name) for name in names})
         self.tanh, self.clamp = np.tanh, np.clip
         self._dynamo = SimpleNamespace(reset=lambda: self.log.append("reset"))
         self.no_grad = contextlib.nullcontext
         self.bool, self.bfloat16 = np.bool_, None
-        self.nn = SimpleNamespace(
-            attention=SimpleNamespace(
-                SDPBackend=SimpleNamespace(CUDNN_ATTENTION="cudnn"),
-                sdpa_kernel=lambda backends: contextlib.nullcontext(),
-            ),
-            functional=SimpleNamespace(scaled_dot_product_attention=self.sdpa),
-        )
-        monkeypatch.setitem(sys.modules, "torch.nn.attention", self.nn.attention)
+        super().__init__(monkeypatch, lambda backends: contextlib.nullcontext())
         monkeypatch.setitem(sys.modules, "torch.nn.attention.flex_attention", flex)
-
-    def set_float32_matmul_precision(self, _: str) -> None:
-        pass
 
     @property
     def cuda(self) -> Any:
         stream = SimpleNamespace(cuda_stream=0)
         return SimpleNamespace(current_stream=lambda: stream)
-
-    def from_dlpack(self, array: np.ndarray) -> Tensor:
-        return array.view(Tensor)
 
     def compile(self, function: Callable[..., Any], *, dynamic: bool) -> Callable[..., Any]:
         assert not dynamic
@@ -120,15 +84,9 @@ class FakeTorch:
         return BlockMask(mask_mod, sizes)
 
     def flex_attention(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        score_mod: Any,
-        block_mask: BlockMask | None,
-        scale: float | None,
-        enable_gqa: bool,
+        self, *arrays: Any, score_mod: Any, block_mask: Any, scale: float | None, enable_gqa: bool
     ) -> Any:
+        q, k, v = arrays
         self.log.append("flex_attention")
         assert enable_gqa == (q.shape[1] != k.shape[1])
         group = q.shape[1] // k.shape[1]
@@ -153,20 +111,11 @@ class FakeTorch:
 @pytest.fixture
 def torch(monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
     """Fake torch and fake CuPy, which both compute with NumPy."""
-    cupy = fake_cupy.install(monkeypatch)
-    cupy.cuda.get_current_stream = lambda: SimpleNamespace(ptr=0)
-    fake = FakeTorch(monkeypatch)
-    for module in ("torch_providers", "torch_flex"):
-        monkeypatch.setattr(f"cupy_flash.cli.providers.{module}.torch_module", lambda: fake)
-    monkeypatch.setattr(torch_providers, "to_cupy", np.asarray)
-    monkeypatch.setattr(torch_providers, "why_no_torch", lambda: None)
-    return fake
+    return install_torch(monkeypatch, FakeTorch(monkeypatch))
 
 
 def passes(inputs: Inputs, prepared: Any) -> bool:
-    check = Check(inputs, 0, on_gpu=False)
-    with prepared.scope():
-        return check.error(prepared.to_result(prepared.call())) <= check.coverage.bound
+    return passes_check(Check(inputs, 0, on_gpu=False), prepared)
 
 
 def on_gpu(made: Case) -> Inputs:
@@ -177,12 +126,8 @@ def on_gpu(made: Case) -> Inputs:
 ALL = (
     *("", "window 40:0", "window 3:90", "softcap 2.5", "alibi", "bias heads", "bias shared"),
     *("bias batch", "mask heads", "mask shared", "mask batch", "mod documents", "mod t5"),
-    *(
-        "mod dilated",
-        "mod prefix",
-        "mod softcap",
-        "window 60:9, softcap 3, alibi, bias heads, mod t5",
-    ),
+    *("mod dilated", "mod prefix", "mod softcap"),
+    "window 60:9, softcap 3, alibi, bias heads, mod t5",
 )
 
 
@@ -210,10 +155,8 @@ def test_everything_is_compiled_anew_for_a_case_and_before_it_is_timed(torch: Fa
     made = list(torch.log)
     prepared.call()
 
-    assert made == [
-        *("reset", "compile create_block_mask", "create_block_mask"),
-        *("compile flex_attention", "flex_attention"),
-    ]
+    compiled = ["reset", "compile create_block_mask", "create_block_mask"]
+    assert made == [*compiled, "compile flex_attention", "flex_attention"]
     assert torch.log == [*made, "flex_attention"]
 
 
@@ -275,7 +218,7 @@ def test_torchs_own_call_refuses_what_it_has_no_argument_for(
 
 
 def test_plain_torch_refuses_modifications(torch: FakeTorch) -> None:
-    assert provider("torch-eager").why_not(case("sinks")) == "the plain formula here has no sinks"
-    assert (
-        provider("torch-eager").why_not(dataclasses.replace(case("sinks"), mods=CaseMods())) is None
-    )
+    eager, plain = provider("torch-eager"), dataclasses.replace(case("sinks"), mods=CaseMods())
+
+    assert eager.why_not(case("sinks")) == "the plain formula here has no sinks"
+    assert eager.why_not(plain) is None

@@ -68,8 +68,7 @@ def test_a_cupy_that_cannot_be_imported_has_no_version(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("has_gpu", "cudnn", "says"),
-    [(True, 91002, "91002"), (True, None, None), (False, 91002, None)],
+    ("has_gpu", "cudnn", "says"), [(True, 91002, "91002"), (True, None, None), (False, 91002, None)]
 )
 def test_torch_is_named_where_it_is_used_and_cudnn_where_torch_can_use_it(
     has_gpu: bool, cudnn: int | None, says: str | None, monkeypatch: pytest.MonkeyPatch
@@ -112,11 +111,7 @@ def test_nccl_is_named_where_it_is_used(
     ],
 )
 def test_the_driver_is_named_by_its_own_version_where_the_system_tells_it(
-    text: str | None,
-    says: str,
-    cupy: FakeCupy,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    text: str | None, says: str, cupy: FakeCupy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads(monkeypatch, tmp_path, text)
 

@@ -31,15 +31,8 @@ def test_markdown_states_once_what_all_rows_share(tmp_path: Path) -> None:
     rows = [{"device": "a GPU", "ms": 1}, {"device": "a GPU", "ms": 2}]
     report.write(path, report.Record({"date": "today"}, rows))
 
-    assert path.read_text(encoding="utf-8").splitlines() == [
-        "- date: today",
-        "- device: a GPU",
-        "",
-        "| ms |",
-        "| --- |",
-        "| 1 |",
-        "| 2 |",
-    ]
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert lines == ["- date: today", "- device: a GPU", "", "| ms |", "| --- |", "| 1 |", "| 2 |"]
 
 
 def test_markdown_has_the_digits_that_a_reader_wants(tmp_path: Path) -> None:
@@ -48,12 +41,8 @@ def test_markdown_has_the_digits_that_a_reader_wants(tmp_path: Path) -> None:
     report.write(path, report.Record({"scale": 1 / 7}, [row, row | {"ms": 1.0}]))
     lines = path.read_text(encoding="utf-8").splitlines()
 
-    assert lines[:4] == [
-        "- scale: 0.1429",
-        "- rate: 12346",
-        "- error: 3.142e-07",
-        "- each: [0.3333, 2]",
-    ]
+    shared = ["- scale: 0.1429", "- rate: 12346", "- error: 3.142e-07", "- each: [0.3333, 2]"]
+    assert lines[:4] == shared
     assert lines[-2:] == ["| 0.1235 |", "| 1 |"]
 
 

@@ -52,14 +52,10 @@ def test_lines_are_br_columns_are_bc_and_a_star_marks_the_best() -> None:
 
 def test_reasons_that_differ_in_their_numbers_share_a_letter_that_is_explained_below() -> None:
     text = printed(GPU_MAP)
+    registers = "needs about N registers per thread; N are available"
 
-    assert GPU_MAP.legend() == {
-        "needs about N registers per thread; N are available": "a",
-        "does not compile": "b",
-    }
-    assert text.endswith(
-        "a: needs about N registers per thread; N are available\nb: does not compile\n"
-    )
+    assert GPU_MAP.legend() == {registers: "a", "does not compile": "b"}
+    assert text.endswith(f"a: {registers}\nb: does not compile\n")
 
 
 def test_a_size_that_is_not_in_the_sweep_is_left_blank() -> None:
@@ -111,18 +107,10 @@ def test_a_terminal_shows_colours_and_a_file_none() -> None:
 
 
 def test_the_map_of_a_sweep_shows_the_best_tile_of_each_size_and_why_others_have_none() -> None:
-    ok = {"rounds": 1}
-    heat = HeatMap.of(
-        "",
-        [
-            candidate(64, 64, medians_ms=[2.0], **ok),
-            candidate(64, 64, medians_ms=[1.0], **ok),
-            candidate(64, 128, dropped="does not compile"),
-            candidate(128, 64, failed=True),
-            candidate(128, 128),
-        ],
-        {(256, 64): "too large", (64, 64): "for another tile of this size"},
-    )
+    timed = [candidate(64, 64, medians_ms=[ms], rounds=1) for ms in (2.0, 1.0)]
+    broken = [candidate(64, 128, dropped="does not compile"), candidate(128, 64, failed=True)]
+    illegal = {(256, 64): "too large", (64, 64): "for another tile of this size"}
+    heat = HeatMap.of("", [*timed, *broken, candidate(128, 128)], illegal)
 
     assert heat.rates == {(64, 64): candidate(64, 64, medians_ms=[1.0]).tflops}
     assert heat.reasons == {

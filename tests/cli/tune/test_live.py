@@ -31,6 +31,13 @@ class Terminal(io.StringIO):
         return True
 
 
+def begun(sweeps: int = 1, resumed: int = 0) -> Live:
+    """Return the display of `sweeps` sweeps, the first of which has begun."""
+    live = Live(sweeps, resumed=resumed)
+    live.begin("mma one")
+    return live
+
+
 def page(live: Live) -> str:
     out = io.StringIO()
     Console(file=out, width=80).print(live._page())
@@ -61,16 +68,14 @@ def test_into_a_file_a_line_is_written_for_each_group(capsys: pytest.CaptureFixt
 def test_where_no_tile_was_timed_the_line_holds_the_outcome_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    live = Live(1)
-    live.begin("mma one")
+    live = begun()
     live.end("no tile ran and passed its check")
 
     assert capsys.readouterr().err == "[1/1] mma one: no tile ran and passed its check\n"
 
 
 def test_the_best_so_far_is_kept_when_a_later_lot_is_slower() -> None:
-    live = Live(1)
-    live.begin("mma one")
+    live = begun()
     live.timed([candidate(32, 1.0), candidate(64, 2.0)])
     live.timed([candidate(96, 3.0)])
 
@@ -79,8 +84,7 @@ def test_the_best_so_far_is_kept_when_a_later_lot_is_slower() -> None:
 
 
 def test_a_tile_of_a_later_round_is_better_than_one_that_was_fast_in_the_first() -> None:
-    live = Live(1)
-    live.begin("mma one")
+    live = begun()
     live.timed([candidate(32, 1.0)])
     live.timed([candidate(64, 1.5, rounds=2)])
 
@@ -89,8 +93,7 @@ def test_a_tile_of_a_later_round_is_better_than_one_that_was_fast_in_the_first()
 
 
 def test_the_next_group_begins_without_the_last_ones_best() -> None:
-    live = Live(2)
-    live.begin("mma one")
+    live = begun(2)
     live.timed([candidate(32, 1.0)])
     live.begin("mma two")
 
@@ -101,24 +104,20 @@ def test_the_next_group_begins_without_the_last_ones_best() -> None:
     ("step", "text"), [("compiled", "compile 3/12"), ("checked", "check 3/12")]
 )
 def test_steps_are_counted(step: str, text: str) -> None:
-    live = Live(1)
-    live.begin("mma one")
+    live = begun()
     getattr(live, step)(3, 12)
 
     assert text in page(live)
 
 
 def test_done_and_left_are_counted_with_what_an_earlier_run_did() -> None:
-    live = Live(5, resumed=2)
-
-    assert "2 done, 3 left" in page(live)
+    assert "2 done, 3 left" in page(Live(5, resumed=2))
 
 
 def test_the_time_left_goes_by_what_this_run_did_and_not_by_what_it_found_done(
     clock: list[float],
 ) -> None:
-    live = Live(6, resumed=2)
-    live.begin("mma one")
+    live = begun(6, resumed=2)
     live.end("the default")
     clock[0] = 90.0
 

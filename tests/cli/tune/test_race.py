@@ -130,10 +130,8 @@ def test_a_wrong_result_is_ranked_behind_the_timed_and_the_dropped() -> None:
 
 
 def test_untimed_tiles_are_ranked_by_spills_then_by_occupancy() -> None:
-    candidates = gpu_candidates(
-        [Weighted(CASE)], device_for_arch("sm_90"), "simt", Limits(max_tiles=3)
-    )
-    spilling, small, large = candidates
+    limits, h100 = Limits(max_tiles=3), device_for_arch("sm_90")
+    spilling, small, large = gpu_candidates([Weighted(CASE)], h100, "simt", limits)
     spilling.resources = Resources(255, 16, 0)
     small.resources = large.resources = Resources(32, 0, 0)
     ranked = ranking([spilling, small, large])

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import tempfile
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from support import commands
+from support.compilers import needs_compiler
 from support.gpu import fake_cupy
+from support.sweeps import FakeBuilder, FakeTimer, install_gpu, text_of
 
 import cupy_flash
-from cupy_flash.cli.build.build import Built, Job
+from cupy_flash.cli.build.build import Job
 from cupy_flash.cli.cases import inputs as inputs_module
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.cases.workload import PRESETS, Group, Weighted, groups_of
-from cupy_flash.cli.main import main
 from cupy_flash.cli.measure.gpu_state import CpuState, CpuWatch
-from cupy_flash.cli.measure.timing import Timed
 from cupy_flash.cli.providers import providers
 from cupy_flash.cli.records import environment
 from cupy_flash.cli.tune import job as job_module
@@ -45,51 +45,20 @@ from cupy_flash.cli.tune.sweep import (
 )
 from cupy_flash.cpu import sources
 from cupy_flash.families.schedule import Launch
-from cupy_flash.gpu.compiler import Cubin, why_no_compiler
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import Plan
-from cupy_flash.problem.device import Resources, device_for_arch
+from cupy_flash.problem.device import device_for_arch
 from cupy_flash.problem.tile import Tile
 from cupy_flash.reference.dense import attention_naive
 
 SHAPE = ("--seqlen-q", "113", "--seqlen-k", "203", "--heads", "2", "--head-dim", "24")
 CASE = Case("float32", 1, 113, 203, 2, 2, 24, 24)
 DEFAULT = {"Br": 113, "Bc": 203}
+BF16_CASES = [Weighted(Case("bfloat16", 4, 4096, 4096, 16, 16, 64, 64))]
+SM_90 = device_for_arch("sm_90")
 # Options that name cases of two problem classes.
 TWO = ("--seqlen-q", "113,799", "--heads", "1", "--head-dim", "8")
-needs_compiler = pytest.mark.skipif(
-    why_no_compiler() is not None, reason="needs NVRTC, which comes with the cuda extras"
-)
-
-TimeOf = Callable[[dict[str, int], int], float]
-
-
-class FakeTimer:
-    """Fake timer that returns given times of tiles, and records what it times."""
-
-    pause = 0.0
-
-    def __init__(self, time_of: TimeOf) -> None:
-        self.time_of = time_of
-        # The tile and the number of query rows of each timed call.
-        self.timed: list[tuple[dict[str, int], int]] = []
-
-    def once(self, timed: Timed) -> float:
-        return 0.0
-
-    def interleaved(
-        self, calls: Sequence[Timed], warmup: int, repeats: Sequence[int]
-    ) -> list[list[float]]:
-        times = []
-        for timed, count in zip(calls, repeats, strict=True):
-            call: Any = timed.call
-            what = (call.keywords["tile"], call.args[0].shape[1])
-            times.append([self.time_of(*what)] * count)
-            self.timed.append(what)
-        return times
-
-    def sizes(self) -> set[tuple[int, int]]:
-        return {(tile["Br"], tile["Bc"]) for tile, _ in self.timed}
+SIMT = ("--batch", "1", "--seqlen-q", "64", "--heads", "1", "--head-dim", "16", "--family", "simt")
 
 
 @pytest.fixture(autouse=True)
@@ -111,28 +80,37 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTimer:
     return timer
 
 
-def tune(*arguments: str | Path) -> Result:
-    line = ["tune", *map(str, arguments)]
-    return CliRunner().invoke(main, line, catch_exceptions=False)
+def tune(*arguments: str | Path, code: int = 0) -> Result:
+    return commands.run("tune", *arguments, code=code)
 
 
-def on_cpu(*arguments: str | Path) -> Result:
-    return tune("--backend", "cpu", *arguments)
+def on_cpu(*arguments: str | Path, code: int = 0) -> Result:
+    return tune("--backend", "cpu", *arguments, code=code)
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    return rows
+def rows_on_cpu(path: Path, *arguments: str, code: int = 0) -> tuple[Result, list[dict[str, Any]]]:
+    """Return the result of a sweep on the CPU, and the rows of its record."""
+    result = on_cpu(*arguments, "--output", path, code=code)
+    return result, commands.written(path)["rows"]
+
+
+def area(tile: dict[str, int], rows: int) -> float:
+    """Return a time that grows with the tile."""
+    return float(tile["Br"] + tile["Bc"])
 
 
 def saved(home: Path) -> list[tuning.Entry]:
     return tuning.read_table(home / "tuned.json")
 
 
-def refused(result: Result, code: int = 2) -> str:
-    assert result.exit_code == code
-    assert result.stderr.count("\n") == 1
-    return result.stderr
+def saved_queries(home: Path) -> list[str]:
+    """Return the numbers of queries, such as "q64", of the classes with saved tiles."""
+    return [entry.problem_class.split()[4] for entry in saved(home)]
+
+
+def refused(*arguments: str | Path) -> str:
+    """Return the error line of a sweep on the CPU that is refused."""
+    return commands.refusal("tune", "--backend", "cpu", *arguments)
 
 
 REPORT_NOT = (("--preset", "common"), ("--heads", "2"))
@@ -146,7 +124,6 @@ def test_a_tile_that_beats_the_default_is_saved_and_then_used(home: Path, clock:
     (entry,) = saved(home)
     plan = cupy_flash.plan(cupy_flash.flash_attention, q, k, k, backend="cpu")
 
-    assert result.exit_code == 0, result.output
     assert "The best tile: +100.0% over the default, saved." in result.stdout
     assert (entry.gpu, entry.family, entry.digest) == ("cpu", "cpu", sources.digest())
     assert entry.tile == {"Br": 64, "Bc": 128} == dataclasses.asdict(plan.tile)
@@ -203,20 +180,14 @@ def test_a_default_that_wins_is_saved_where_a_shipped_table_has_another_tile(
 
 def test_a_table_for_a_gpu_begins_with_what_the_gpu_is(tmp_path: Path) -> None:
     h200 = dataclasses.replace(device_for_arch("sm_90"), name="NVIDIA H200")
-    finding = {
-        "family": "hopper",
-        "kernel_digest": "0" * 16,
-        "problem_class": "a class",
-        "best_tile": {"Br": 128, "Bc": 64},
-        "best_tflops": 700.0,
-        "stored": True,
-    }
+    finding = {"family": "hopper", "kernel_digest": "0" * 16, "problem_class": "a class"}
+    finding |= {"best_tile": {"Br": 128, "Bc": 64}, "best_tflops": 700.0, "stored": True}
     path = tmp_path / "nvidia_h200.json"
     saver = saver_module.Saver(path, h200, True, "cupy-flash tune --preset common")
     saver.save([finding])
     saver.save([finding | {"problem_class": "another"}])
     first, second = tuning.read_table(path)
-    made_by = json.loads(path.read_text(encoding="utf-8"))["made_by"]
+    made_by = commands.written(path)["made_by"]
 
     assert (first.gpu, first.arch, first.sm_count) == ("NVIDIA H200", 90, 132)
     assert second == dataclasses.replace(first, problem_class="another")
@@ -227,7 +198,6 @@ def test_a_table_for_a_gpu_begins_with_what_the_gpu_is(tmp_path: Path) -> None:
 def test_a_dry_run_saves_nothing(home: Path, clock: FakeTimer) -> None:
     result = on_cpu(*SHAPE, "--dry-run")
 
-    assert result.exit_code == 0
     assert "The best tile: +100.0% over the default, not saved: --dry-run." in result.stdout
     assert "Nothing saved (--dry-run)." in result.stdout
     assert not (home / "tuned.json").exists()
@@ -236,7 +206,6 @@ def test_a_dry_run_saves_nothing(home: Path, clock: FakeTimer) -> None:
 def test_tiles_of_modified_calls_are_shown_and_not_saved(home: Path, clock: FakeTimer) -> None:
     result = on_cpu(*SHAPE, "--sinks", "--window", "40:0")
 
-    assert result.exit_code == 0, result.output
     assert "window 40:0, sinks" in result.stdout
     assert "The best tile: +100.0% over the default, not saved: with modifications." in (
         result.stdout
@@ -248,11 +217,8 @@ def test_tiles_of_modified_calls_are_shown_and_not_saved(home: Path, clock: Fake
 def test_beside_modified_calls_the_tiles_of_others_are_saved(
     home: Path, clock: FakeTimer, tmp_path: Path
 ) -> None:
-    path = tmp_path / "rows.json"
-    result = on_cpu(*SHAPE, "--sinks", "no,yes", "--output", path)
-    plain, modified = rows_of(path)
+    result, (plain, modified) = rows_on_cpu(tmp_path / "rows.json", *SHAPE, "--sinks", "no,yes")
 
-    assert result.exit_code == 0, result.output
     assert (plain["stored"], modified["stored"]) == (True, False)
     assert modified["problem_class"] == plain["problem_class"] + "; sinks"
     assert [entry.problem_class for entry in saved(home)] == [plain["problem_class"]]
@@ -260,9 +226,9 @@ def test_beside_modified_calls_the_tiles_of_others_are_saved(
 
 
 def test_a_table_for_modified_calls_alone_is_refused(tmp_path: Path) -> None:
-    result = on_cpu(*SHAPE, "--sinks", "--table", tmp_path / "cpu.json")
+    said = refused(*SHAPE, "--sinks", "--table", tmp_path / "cpu.json")
 
-    assert "would stay empty: tables of tuned tiles hold only calls" in refused(result)
+    assert "would stay empty: tables of tuned tiles hold only calls" in said
 
 
 def test_another_table_can_be_named_and_says_how_it_was_made(
@@ -270,7 +236,7 @@ def test_another_table_can_be_named_and_says_how_it_was_made(
 ) -> None:
     path = tmp_path / "cpu.json"
     on_cpu(*SHAPE, "--table", path, "--min-gain", "1")
-    made_by = json.loads(path.read_text(encoding="utf-8"))["made_by"]
+    made_by = commands.written(path)["made_by"]
 
     assert len(tuning.read_table(path)) == 1
     assert made_by["command"] == "cupy-flash tune --min-gain 1.0"
@@ -279,11 +245,9 @@ def test_another_table_can_be_named_and_says_how_it_was_made(
 
 
 def test_a_real_sweep_on_the_cpu_checks_and_times_every_tile(tmp_path: Path) -> None:
-    path = tmp_path / "ranking.json"
-    result = on_cpu(*SHAPE, "--warmup", "0", "--repeats", "1", "--max-tiles", "3", "--output", path)
-    rows = rows_of(path)
+    options = ("--warmup", "0", "--repeats", "1", "--max-tiles", "3")
+    _, rows = rows_on_cpu(tmp_path / "ranking.json", *SHAPE, *options)
 
-    assert result.exit_code == 0, result.output
     assert [row["rank"] for row in rows] == [1, 2, 3]
     assert all(row["check"] == "passed" and row["median_ms"] > 0 for row in rows)
 
@@ -298,18 +262,14 @@ def test_on_a_busy_cpu_nothing_is_saved_and_nothing_removed(
     before = saved(home)
     cpu(97.0)
     clock.time_of = lambda tile, rows: 1.0
-    kept = on_cpu(*SHAPE)
+    on_cpu(*SHAPE)
     clock.time_of = lambda tile, rows: 1.0 if tile["Br"] == 32 else 2.0
-    path = tmp_path / "rows.json"
-    refused_ = on_cpu(*TWO, "--output", path)
+    refusal, rows = rows_on_cpu(tmp_path / "rows.json", *TWO, code=1)
 
-    assert kept.exit_code == 0
     assert saved(home) == before != []
-    assert refused_.exit_code == 1
-    assert "the best tile of 2 of 2 classes, as the machine was busy" in refused_.stderr
-    assert {(row["stored"], row["not_stored"]) for row in rows_of(path)} == {
-        (False, "others used 97% of the CPU")
-    }
+    assert "the best tile of 2 of 2 classes, as the machine was busy" in refusal.stderr
+    assert {row["stored"] for row in rows} == {False}
+    assert {row["not_stored"] for row in rows} == {"others used 97% of the CPU"}
 
 
 def test_on_a_busy_cpu_a_tile_is_saved_by_force(
@@ -317,31 +277,24 @@ def test_on_a_busy_cpu_a_tile_is_saved_by_force(
 ) -> None:
     cpu(97.0)
     path = tmp_path / "rows.json"
-    refusal = on_cpu(*SHAPE, "--output", path)
+    refusal = on_cpu(*SHAPE, "--output", path, code=1)
     result = on_cpu(*SHAPE, "--force")
-    head = json.loads(path.read_text(encoding="utf-8"))["metadata"]
+    head = commands.written(path)["metadata"]
 
     assert "+100.0% over the default, not saved: others used 97% of the CPU." in refusal.stdout
     assert head["unreliable"] == "others used 97% of the CPU"
-    assert result.exit_code == 0
     assert "The best tile: +100.0% over the default, saved." in result.stdout
     assert len(saved(home)) == 1
 
 
 def test_on_a_busy_gpu_nothing_is_saved(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_cupy.install(monkeypatch)
     monkeypatch.setattr(job_module, "busy_before", lambda gpu: f"{gpu} was busy")
-    builder = contextlib.nullcontext(FakeBuilder(lambda job: job.unit.text.encode()))
-    monkeypatch.setattr(job_module, "Builder", lambda workers: builder)
-    timer = FakeTimer(lambda tile, rows: float(tile["Br"] + tile["Bc"]))
-    monkeypatch.setattr(sweep_module, "GpuTimer", lambda: timer)
+    install_gpu(monkeypatch, area)
     monkeypatch.setattr(
         inputs_module, "flash_attention", lambda q, k, v, **_: attention_naive(q, k, v)
     )
-    shape = ("--batch", "1", "--seqlen-q", "64", "--heads", "1", "--head-dim", "16")
-    result = tune(*shape, "--family", "simt", "--dtype", "float32", "--max-tiles", "5")
+    result = tune(*SIMT, "--dtype", "float32", "--max-tiles", "5", code=1)
 
-    assert result.exit_code == 1
     assert "not saved: 0000:1B:00.0 was busy." in result.stdout
     assert not saved(home)
 
@@ -354,22 +307,19 @@ def test_a_busy_cpu_counts_for_the_class_that_was_timed_meanwhile(
         return 1.0 if tile == {"Br": 64, "Bc": 128} else 2.0
 
     clock.time_of = time_of
-    on_cpu(*TWO)
+    on_cpu(*TWO, code=None)
+    report = " ".join(tune("--report").stdout.split())
 
-    assert [entry.problem_class.split()[4] for entry in saved(home)] == ["q64"]
-    assert "1 of 2 classes keep a tile of their own." in tune("--report").stdout
-    assert "1 of 2 not saved, though better than the default: others used 97% of" in " ".join(
-        tune("--report").stdout.split()
-    )
+    assert saved_queries(home) == ["q64"]
+    assert "1 of 2 classes keep a tile of their own." in report
+    assert "1 of 2 not saved, though better than the default: others used 97% of" in report
 
 
 # ---- Candidates
 
 
 def test_several_shapes_of_one_class_are_one_sweep(tmp_path: Path, clock: FakeTimer) -> None:
-    path = tmp_path / "rows.json"
-    result = on_cpu(*SHAPE, "--seqlen-q", "100,113", "--output", path)
-    rows = rows_of(path)
+    result, rows = rows_on_cpu(tmp_path / "rows.json", *SHAPE, "--seqlen-q", "100,113")
 
     assert "[1/1] cpu fp32 d24 full s64/256 rows256" in result.stderr
     assert {len(row["medians_ms"]) for row in rows} == {2}
@@ -379,9 +329,7 @@ def test_several_shapes_of_one_class_are_one_sweep(tmp_path: Path, clock: FakeTi
 def test_shapes_of_two_classes_are_two_sweeps_with_a_row_each(
     tmp_path: Path, home: Path, clock: FakeTimer
 ) -> None:
-    path = tmp_path / "rows.json"
-    result = on_cpu(*TWO, "--output", path)
-    rows = rows_of(path)
+    result, rows = rows_on_cpu(tmp_path / "rows.json", *TWO)
 
     assert [line[:5] for line in result.stderr.splitlines()[:2]] == ["[1/2]", "[2/2]"]
     assert [row["problem_class"].split()[4] for row in rows] == ["q64", "q1024"]
@@ -429,10 +377,8 @@ def test_a_limited_choice_holds_the_default_and_spreads_over_the_rest() -> None:
 
 
 def test_tiles_over_the_limit_of_shared_memory_are_not_tried() -> None:
-    cases = [Weighted(Case("bfloat16", 4, 4096, 4096, 16, 16, 64, 64))]
-    device = device_for_arch("sm_90")
-    found = gpu_candidates(cases, device, "mma", Limits(max_smem=32))
-    every = gpu_candidates(cases, device, "mma", Limits())
+    limits = (Limits(max_smem=32), Limits())
+    found, every = (gpu_candidates(BF16_CASES, SM_90, "mma", each) for each in limits)
 
     assert 1 < len(found) < len(every)
     assert all(c.plan.shared_memory <= 32 * 1024 or c.is_default for c in found)
@@ -452,10 +398,9 @@ def test_of_a_workload_the_tile_that_makes_the_weighted_sum_least_wins(
     clock.time_of = lambda tile, rows: (
         20.0 if tile["Br"] not in good_for else 1.0 if good_for[tile["Br"]] == rows else 10.0
     )
-    result = on_cpu("--workload", path)
+    on_cpu("--workload", path)
     (entry,) = saved(home)
 
-    assert result.exit_code == 0, result.output
     assert entry.tile["Br"] == best
 
 
@@ -463,9 +408,8 @@ def test_a_workload_in_json_may_have_several_classes(
     tmp_path: Path, home: Path, clock: FakeTimer
 ) -> None:
     path = tmp_path / "workload.json"
-    rows = [
-        {"seqlen_q": n, "heads_q": 1, "head_dim": 8, "dtype": "float32"} for n in (113, 799, 800)
-    ]
+    sizes = {"heads_q": 1, "head_dim": 8, "dtype": "float32"}
+    rows = [{"seqlen_q": n, **sizes} for n in (113, 799, 800)]
     path.write_text(json.dumps(rows), encoding="utf-8")
     on_cpu("--workload", path)
 
@@ -476,7 +420,7 @@ def test_a_bad_workload_is_refused_in_one_line_that_names_the_row(tmp_path: Path
     path = tmp_path / "workload.csv"
     path.write_text(WORKLOAD.format(1, -3), encoding="utf-8")
 
-    assert f"row 2 of {path} has weight '-3'" in refused(on_cpu("--workload", path))
+    assert f"row 2 of {path} has weight '-3'" in refused("--workload", path)
 
 
 # ---- Errors
@@ -504,20 +448,17 @@ def test_a_bad_workload_is_refused_in_one_line_that_names_the_row(tmp_path: Path
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_a_wrong_option_is_refused_in_one_line(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: tuple[str, ...],
-    said: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
-    assert said in refused(on_cpu(*options))
+    assert said in refused(*options)
 
 
 def test_without_a_gpu_it_says_what_works_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune_module, "gpu_unavailable", lambda: "no driver")
 
-    assert "(no driver); --backend cpu" in refused(tune())
+    assert "(no driver); --backend cpu" in commands.refusal("tune")
 
 
 def test_what_is_wrong_with_the_cases_is_told_before_a_missing_gpu(
@@ -527,8 +468,10 @@ def test_what_is_wrong_with_the_cases_is_told_before_a_missing_gpu(
     path = tmp_path / "workload.csv"
     path.write_text("seqlen_q,heads_q\n128,4\n", encoding="utf-8")
 
-    assert "has no head_dim" in refused(tune("--workload", path))
-    assert "--window does not go with --wor" in refused(tune("--workload", path, "--window", "9:0"))
+    line = ("tune", "--workload", path)
+
+    assert "has no head_dim" in commands.refusal(*line)
+    assert "--window does not go with --wor" in commands.refusal(*line, "--window", "9:0")
 
 
 def test_a_shape_that_does_not_fit_the_memory_is_refused_in_one_line(
@@ -536,7 +479,7 @@ def test_a_shape_that_does_not_fit_the_memory_is_refused_in_one_line(
 ) -> None:
     monkeypatch.setattr(providers, "free_bytes", lambda on_gpu: 2**34)
 
-    assert "GiB of memory, and 16.0 GiB are free" in refused(on_cpu("--seqlen-q", "100000000"))
+    assert "GiB of memory, and 16.0 GiB are free" in refused("--seqlen-q", "100000000")
 
 
 def test_a_shape_that_does_not_fit_the_memory_is_left_out_of_several(
@@ -545,7 +488,6 @@ def test_a_shape_that_does_not_fit_the_memory_is_left_out_of_several(
     monkeypatch.setattr(providers, "free_bytes", lambda on_gpu: 2**30)
     result = on_cpu("--seqlen-q", "113,100000000", "--heads", "1", "--head-dim", "8")
 
-    assert result.exit_code == 0
     assert "Left out: cpu fp32 d8 full s16384" in result.stderr
     assert len(saved(home)) == 1
 
@@ -557,9 +499,8 @@ def test_memory_that_runs_out_on_the_way_is_reported_without_a_traceback(
         raise MemoryError("no room for 3 GiB")
 
     monkeypatch.setattr(sweep_module, "random_inputs", exhausted)
-    result = on_cpu(*SHAPE)
+    result = on_cpu(*SHAPE, code=1)
 
-    assert result.exit_code == 1
     assert "no room for 3 GiB" in result.stderr
     assert "no tile ran" in result.stdout
     assert not (home / "tuned.json").exists()
@@ -583,7 +524,7 @@ def unwritable(
 def test_a_table_that_cannot_be_written_is_refused_before_the_sweep(
     unwritable: Path, clock: FakeTimer
 ) -> None:
-    said = refused(on_cpu(*SHAPE))
+    said = refused(*SHAPE)
 
     assert f"{unwritable / 'tuned.json'} cannot be written" in said
     assert clock.timed == []
@@ -615,7 +556,6 @@ def test_asking_whether_a_table_can_be_written_leaves_alone_what_others_write(
 def test_a_dry_run_needs_no_place_to_write(unwritable: Path, clock: FakeTimer) -> None:
     result = on_cpu(*SHAPE, "--dry-run")
 
-    assert result.exit_code == 0
     assert "this sweep cannot be resumed" in result.stderr
     assert "+100.0% over the default" in result.stdout
 
@@ -637,9 +577,8 @@ def test_where_every_check_fails_it_exits_with_1_and_saves_nothing(
     home: Path, monkeypatch: pytest.MonkeyPatch, clock: FakeTimer
 ) -> None:
     monkeypatch.setattr(inputs_module, "flash_attention", wrong_for(None))
-    result = on_cpu(*SHAPE)
+    result = on_cpu(*SHAPE, code=1)
 
-    assert result.exit_code == 1
     assert "differs from the reference" in result.stderr
     assert clock.timed == []
     assert not (home / "tuned.json").exists()
@@ -650,11 +589,8 @@ def test_a_wrong_tile_is_not_saved_though_it_would_be_the_fastest(
 ) -> None:
     monkeypatch.setattr(inputs_module, "flash_attention", wrong_for(64))
     clock.time_of = lambda tile, rows: {64: 1.0, 32: 1.5}.get(tile["Br"], 2.0)
-    path = tmp_path / "rows.json"
-    result = on_cpu(*SHAPE, "--output", path)
-    rows = rows_of(path)
+    _, rows = rows_on_cpu(tmp_path / "rows.json", *SHAPE, code=1)
 
-    assert result.exit_code == 1
     assert [entry.tile["Br"] for entry in saved(home)] == [32]
     assert {row["check"] for row in rows if row["tile"]["Br"] == 64} == {"failed"}
     assert rows[-1]["tile"]["Br"] == 64
@@ -670,6 +606,13 @@ class PassedCheck:
         return 0.0
 
 
+def timed(candidates: list[Candidate], call_of: Callable[..., Any], timer: FakeTimer) -> None:
+    """Time candidates with checks that pass, and without untimed calls."""
+    checks: Any = [PassedCheck()]
+    settings = sweep_module.Settings(0, 0, 1)
+    time_all(candidates, call_of, checks, timer, settings, Live(1), lambda lot: None)
+
+
 def test_a_tile_that_does_not_run_is_dropped_with_the_reason(clock: FakeTimer) -> None:
     candidates = cpu_candidates([Weighted(CASE)], Limits(max_tiles=2))
 
@@ -679,9 +622,7 @@ def test_a_tile_that_does_not_run_is_dropped_with_the_reason(clock: FakeTimer) -
 
         return fail
 
-    checks: Any = [PassedCheck()]
-    settings = sweep_module.Settings(0, 0, 1)
-    time_all(candidates, call_of, checks, clock, settings, Live(1), lambda lot: None)
+    timed(candidates, call_of, clock)
 
     assert {c.dropped for c in candidates} == {"launch failed"}
 
@@ -692,7 +633,7 @@ def test_a_tile_that_does_not_run_is_dropped_with_the_reason(clock: FakeTimer) -
     ids=lambda given: given[0],
 )
 def test_the_report_takes_no_option_of_a_sweep(given: tuple[str, ...]) -> None:
-    assert f"{given[0]} does not go with --report" in refused(tune("--report", *given))
+    assert f"{given[0]} does not go with --report" in commands.refusal("tune", "--report", *given)
 
 
 def test_a_sweep_of_some_tiles_removes_no_entry(home: Path, clock: FakeTimer) -> None:
@@ -712,15 +653,14 @@ def test_a_file_that_is_no_table_is_not_written_over(tmp_path: Path, clock: Fake
     path = tmp_path / "precious.json"
     path.write_text("[", encoding="utf-8")
 
-    assert "cannot be read as a tuned table" in refused(on_cpu(*SHAPE, "--table", path))
+    assert "cannot be read as a tuned table" in refused(*SHAPE, "--table", path)
     assert path.read_text(encoding="utf-8") == "["
     assert clock.timed == []
 
 
 def test_the_size_of_the_default_tile_may_be_asked_for(clock: FakeTimer) -> None:
-    result = on_cpu(*SHAPE, "--br", "113", "--bc", "203", "--dry-run")
+    on_cpu(*SHAPE, "--br", "113", "--bc", "203", "--dry-run")
 
-    assert result.exit_code == 0
     assert clock.sizes() == {(113, 203)}
 
 
@@ -734,14 +674,14 @@ def test_the_size_of_the_default_tile_may_be_asked_for(clock: FakeTimer) -> None
 def test_of_a_size_that_is_not_there_the_part_that_is_wrong_is_named(
     sizes: tuple[str, ...], says: str
 ) -> None:
-    text = refused(on_cpu(*SHAPE, *sizes))
+    text = refused(*SHAPE, *sizes)
 
     assert says in text
     assert text.count("expected some of") == 1
 
 
 def test_of_a_pair_of_sizes_that_do_not_go_together_those_that_do_are_named() -> None:
-    text = refused(tune("--arch", "sm_90", "--br", "192", "--bc", "256"))
+    text = commands.refusal("tune", "--arch", "sm_90", "--br", "192", "--bc", "256")
 
     assert "--bc 256: expected some of 32, 48, 64, 80, 96 with --br 192" in text
 
@@ -749,37 +689,43 @@ def test_of_a_pair_of_sizes_that_do_not_go_together_those_that_do_are_named() ->
 # ---- Interrupted and resumed sweeps
 
 
-def interrupted_when(
-    time_of: Callable[[dict[str, int], int], float], is_now: Callable[[int, int], bool]
-) -> Callable[[dict[str, int], int], float]:
-    """Return `time_of`, interrupted if `is_now` holds for the call number and the query rows."""
-    asked = itertools.count()
+def interrupt(clock: FakeTimer, is_now: Callable[[int, int], bool], *arguments: str) -> Result:
+    """Return the result of an interrupted sweep.
+
+    `is_now` states whether a timed call is interrupted, from its number and its query rows.
+    """
+    time_of, number = clock.time_of, itertools.count()
 
     def time_or_interrupt(tile: dict[str, int], rows: int) -> float:
-        if is_now(next(asked), rows):
+        if is_now(next(number), rows):
             raise KeyboardInterrupt
         return time_of(tile, rows)
 
-    return time_or_interrupt
+    clock.time_of = time_or_interrupt
+    result = on_cpu(*arguments, code=130)
+    clock.time_of = time_of
+    return result
+
+
+def in_second_class(number: int, rows: int) -> bool:
+    return rows == 799
+
+
+def in_second_lot(number: int, rows: int) -> bool:
+    return number == 17
 
 
 def test_an_interrupted_sweep_goes_on_with_what_is_left(home: Path, clock: FakeTimer) -> None:
-    good = clock.time_of
-    interrupted = interrupted_when(good, lambda asked, rows: rows == 799)
-
-    clock.time_of = interrupted
-    first = on_cpu(*TWO)
-    after_first = [e.problem_class.split()[4] for e in saved(home)]
-    clock.time_of = good
+    first = interrupt(clock, in_second_class, *TWO)
+    after_first = saved_queries(home)
     clock.timed.clear()
     second = on_cpu(*TWO)
 
-    assert first.exit_code == 130
     assert after_first == ["q64"], "what was found is not saved at once"
     assert "1 of 2 are done; the same command resumes there." in first.stderr
     assert "Resuming: 1 of 2 are done, and " in second.stderr
     assert {rows for _, rows in clock.timed} == {799}
-    assert [e.problem_class.split()[4] for e in saved(home)] == ["q64", "q1024"]
+    assert saved_queries(home) == ["q64", "q1024"]
 
 
 @pytest.mark.parametrize("step", [0, 1, 15, 16, 20])
@@ -794,21 +740,15 @@ def test_an_interrupted_sweep_of_one_class_goes_on_where_it_was(
         return compute(*arrays, **options)
 
     monkeypatch.setattr(inputs_module, "flash_attention", counted)
-    good = clock.time_of
-    interrupted = interrupted_when(good, lambda asked, rows: asked == step)
-
     # An uninterrupted sweep gives the expected counts.
     on_cpu(*SHAPE)
     whole, tiles = len(clock.timed), len(checked)
     tuning.clear()
     clock.timed.clear()
     checked.clear()
-    clock.time_of = interrupted
-    first = on_cpu(*SHAPE)
-    clock.time_of = good
+    first = interrupt(clock, lambda number, rows: number == step, *SHAPE)
     second = on_cpu(*SHAPE)
 
-    assert first.exit_code == 130
     assert "0 of 1 are done; the same command resumes there." in first.stderr
     assert f"Resuming: 0 of 1 are done, and {tiles} tiles of the next are checked." in second.stderr
     assert len(checked) == tiles
@@ -821,32 +761,20 @@ def test_an_interrupted_sweep_of_one_class_goes_on_where_it_was(
 def test_the_record_of_an_interrupted_sweep_is_gone_on_with(
     clock: FakeTimer, tmp_path: Path
 ) -> None:
-    good = clock.time_of
-    interrupted = interrupted_when(good, lambda asked, rows: asked == 17)
-
     path = tmp_path / "rows.json"
-    clock.time_of = interrupted
-    first = on_cpu(*SHAPE, "--output", path)
-    clock.time_of = good
-    second = on_cpu(*SHAPE, "--output", path)
+    interrupt(clock, in_second_lot, *SHAPE, "--output", str(path))
+    _, rows = rows_on_cpu(path, *SHAPE)
 
-    assert first.exit_code == 130
-    assert second.exit_code == 0
-    assert all(row["rounds"] for row in rows_of(path))
+    assert all(row["rounds"] for row in rows)
     # A refused command keeps the saved results.
-    assert "exists; --force overwrites it" in refused(on_cpu(*SHAPE, "--output", path))
+    assert "exists; --force overwrites it" in refused(*SHAPE, "--output", path)
     assert "1 of 1 classes keep a tile of their own." in tune("--report").stdout
 
 
 def test_the_table_of_an_interrupted_sweep_says_that_nothing_is_saved(
     home: Path, clock: FakeTimer
 ) -> None:
-    good = clock.time_of
-    interrupted = interrupted_when(good, lambda asked, rows: asked == 17)
-
-    clock.time_of = interrupted
-    first = on_cpu(*SHAPE)
-    clock.time_of = good
+    first = interrupt(clock, in_second_lot, *SHAPE)
     second = on_cpu(*SHAPE)
 
     assert "The sweep is not complete, so nothing is saved." in first.stdout
@@ -857,31 +785,21 @@ def test_the_table_of_an_interrupted_sweep_says_that_nothing_is_saved(
 def test_a_busy_cpu_before_the_interruption_counts_after_it(
     home: Path, clock: FakeTimer, cpu: Callable[[float], None]
 ) -> None:
-    good = clock.time_of
-    interrupted = interrupted_when(good, lambda asked, rows: asked == 17)
-
-    clock.time_of = interrupted
     cpu(97.0)
-    on_cpu(*SHAPE)
-    clock.time_of = good
+    interrupt(clock, in_second_lot, *SHAPE)
     cpu(0.0)
 
-    assert "not saved: others used 97% of the CPU." in on_cpu(*SHAPE).stdout
+    assert "not saved: others used 97% of the CPU." in on_cpu(*SHAPE, code=None).stdout
     assert not (home / "tuned.json").exists() or saved(home) == []
 
 
 def test_what_an_interrupted_dry_run_found_is_saved_by_the_command_that_goes_on(
     home: Path, clock: FakeTimer
 ) -> None:
-    good = clock.time_of
-    interrupted = interrupted_when(good, lambda asked, rows: rows == 799)
-
-    clock.time_of = interrupted
-    on_cpu(*TWO, "--dry-run")
-    clock.time_of = good
+    interrupt(clock, in_second_class, *TWO, "--dry-run")
     on_cpu(*TWO)
 
-    assert {e.problem_class.split()[4] for e in saved(home)} == {"q64", "q1024"}
+    assert set(saved_queries(home)) == {"q64", "q1024"}
     assert "2 of 2 classes keep a tile of their own." in tune("--report").stdout
 
 
@@ -898,12 +816,7 @@ def test_a_complete_sweep_starts_anew(clock: FakeTimer) -> None:
 def test_with_other_settings_an_interrupted_sweep_is_not_gone_on_with(
     clock: FakeTimer, change: tuple[str, str]
 ) -> None:
-    good = clock.time_of
-    interrupted = interrupted_when(good, lambda asked, rows: rows == 799)
-
-    clock.time_of = interrupted
-    on_cpu(*TWO)
-    clock.time_of = good
+    interrupt(clock, in_second_class, *TWO)
 
     assert "Resuming" not in on_cpu(*TWO, *change).stderr
     assert "Resuming" in on_cpu(*TWO).stderr
@@ -912,14 +825,8 @@ def test_with_other_settings_an_interrupted_sweep_is_not_gone_on_with(
 def test_with_other_kernel_sources_an_interrupted_sweep_is_not_gone_on_with(
     clock: FakeTimer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(tile: dict[str, int], rows: int) -> float:
-        if rows == 799:
-            raise KeyboardInterrupt
-        return 1.0
-
-    clock.time_of = interrupted
-    on_cpu(*TWO)
     clock.time_of = lambda tile, rows: 1.0
+    interrupt(clock, in_second_class, *TWO)
     monkeypatch.setattr(environment, "digest_of", lambda *_: "f" * 16)
 
     assert "Resuming" not in on_cpu(*TWO).stderr
@@ -936,18 +843,15 @@ def test_the_report_shows_what_was_found_and_times_nothing(
     path = tmp_path / "report.json"
     result = tune("--report", "--output", path)
 
-    assert result.exit_code == 0
     assert clock.timed == []
     assert "cpu fp32 d8 full s64" in result.stdout
     assert "cpu tiles: BrxBc." in result.stdout
     assert "reach 50.0% of the best tile's rate (geometric mean of 2)" in result.stdout
     assert "0 of 2 classes keep a tile of their own." in result.stdout
     assert "2 of 2 not saved, though better than the default: --dry-run." in result.stdout
-    assert [line.split()[-1] for line in result.stdout.splitlines() if "64x128" in line] == [
-        "no",
-        "no",
-    ]
-    assert [row["gain_percent"] for row in rows_of(path)] == [100, 100]
+    table = [line for line in result.stdout.splitlines() if "64x128" in line]
+    assert [line.split()[-1] for line in table] == ["no", "no"]
+    assert [row["gain_percent"] for row in commands.written(path)["rows"]] == [100, 100]
 
 
 def test_the_report_shows_the_newest_finding_of_a_class(clock: FakeTimer) -> None:
@@ -969,10 +873,7 @@ def test_the_report_leaves_out_what_was_found_with_other_kernel_sources(
 
 
 def test_before_the_first_sweep_the_report_says_so() -> None:
-    result = tune("--report")
-
-    assert result.exit_code == 0
-    assert "'cupy-flash tune' runs one" in result.stdout
+    assert "'cupy-flash tune' runs one" in tune("--report").stdout
 
 
 @pytest.mark.parametrize("columns", ["80", "120"])
@@ -992,28 +893,9 @@ def test_what_is_shown_fits_the_terminal_and_has_no_colour_in_a_file(
 # ---- Equal machine code, and the other 16-bit type
 
 
-class FakeBuilder:
-    """Fake builder: `image_of` returns the machine code of a job, and submissions are counted."""
-
-    def __init__(self, image_of: Callable[[Job], bytes], spills: int = 0) -> None:
-        self.image_of = image_of
-        self.spills = spills
-        self.submitted = 0
-
-    def submit(self, job: Job) -> Future[Built]:
-        self.submitted += 1
-        resources = Resources(128, self.spills, 0)
-        future: Future[Built] = Future()
-        image = self.image_of(job)
-        cubin = Cubin(image, {job.unit.entries[0]: resources}, "", 0.0)
-        future.set_result(Built(cubin, resources) if image else Built(error="no register left"))
-        return future
-
-
 def gpu_field(count: int = 3) -> list[Candidate]:
     """Return candidate tiles whose launches are equal."""
-    cases = [Weighted(Case("bfloat16", 4, 4096, 4096, 16, 16, 64, 64))]
-    found = gpu_candidates(cases, device_for_arch("sm_90"), "mma", Limits(max_tiles=count))
+    found = gpu_candidates(BF16_CASES, SM_90, "mma", Limits(max_tiles=count))
     for each in found:
         each.plans = tuple(launched_by(p, found[0].plan.launches) for p in each.plans)
     return found
@@ -1037,21 +919,11 @@ def test_tiles_with_the_same_machine_code_and_launch_are_timed_once(
     called: list[Candidate] = []
 
     def call_of(candidate: Candidate, case: int) -> Callable[[], None]:
-        call: Any = FakeCall(candidate)
         called.append(candidate)
-        return call
+        tile = dataclasses.asdict(candidate.tile)
+        return functools.partial(lambda *_, **__: None, np.empty((1, 113)), tile=tile)
 
-    checks: Any = [PassedCheck()]
-    timer = FakeTimer(lambda tile, rows: 1.5)
-    time_all(
-        candidates,
-        call_of,
-        checks,
-        timer,
-        sweep_module.Settings(0, 0, 1),
-        Live(1),
-        lambda lot: None,
-    )
+    timed(candidates, call_of, FakeTimer(lambda tile, rows: 1.5))
     print_ranking(candidates, "a title", 20)
 
     assert default.is_default
@@ -1060,17 +932,6 @@ def test_tiles_with_the_same_machine_code_and_launch_are_timed_once(
     assert [c.medians_ms for c in candidates] == [[1.5]] * 3
     assert [c.rounds for c in candidates] == [3] * 3
     assert "2 tiles compile to the same code" in capsys.readouterr().out
-
-
-class FakeCall:
-    """Fake call with the attributes that the fake timer reads."""
-
-    def __init__(self, candidate: Candidate) -> None:
-        self.keywords = {"tile": dataclasses.asdict(candidate.tile)}
-        self.args = (np.empty((1, 113)),)
-
-    def __call__(self) -> None:
-        return None
 
 
 def test_the_same_machine_code_launched_in_another_way_is_timed_itself() -> None:
@@ -1084,7 +945,7 @@ def test_the_same_machine_code_launched_in_another_way_is_timed_itself() -> None
 
 
 def test_each_unit_is_compiled_once_for_all_groups() -> None:
-    builder = FakeBuilder(lambda job: job.unit.text.encode())
+    builder = FakeBuilder()
     compilation = Compilation(builder, None, 32)
     compilation.start(gpu_field())
     compilation.finish(gpu_field(), Live(1))
@@ -1095,7 +956,7 @@ def test_each_unit_is_compiled_once_for_all_groups() -> None:
 def test_what_does_not_compile_or_spills_is_dropped_but_for_the_default() -> None:
     broken, spilling = gpu_field(), gpu_field()
     compiled(broken, FakeBuilder(lambda job: b""))
-    compiled(spilling, FakeBuilder(lambda job: job.unit.text.encode(), spills=40))
+    compiled(spilling, FakeBuilder(spills=40))
 
     assert {c.dropped for c in broken} == {"does not compile"}
     assert [c.dropped for c in spilling] == [None] + ["spills 40 bytes per thread"] * 2
@@ -1140,9 +1001,7 @@ def test_what_did_well_in_other_classes_shortens_nothing(done: str) -> None:
     assert sweep.candidates == before
 
 
-def test_of_both_16_bit_types_the_second_has_the_firsts_finalists_to_try(
-    clock: FakeTimer,
-) -> None:
+def test_of_both_16_bit_types_the_second_has_the_firsts_finalists_to_try(clock: FakeTimer) -> None:
     shape = ("--seqlen-q", "799", "--heads", "1", "--head-dim", "8")
     on_cpu(*shape, "--dtype", "bfloat16")
     alone = len(clock.timed)
@@ -1150,7 +1009,7 @@ def test_of_both_16_bit_types_the_second_has_the_firsts_finalists_to_try(
     on_cpu(*shape, "--dtype", "float16,bfloat16")
     second = len(clock.timed) - alone
 
-    # 12 tiles and the default are left after the first type; rounds 1 and 2 time 13, round 3 five.
+    # The first type leaves 12 tiles and the default: rounds 1 and 2 time these, and round 3 five.
     assert second <= 13 + 13 + 5 < alone
 
 
@@ -1169,24 +1028,18 @@ def test_on_a_gpu_all_is_compiled_ahead_but_what_the_other_16_bit_type_may_cut(
 
     def image_of(job: Job) -> bytes:
         events.append(("compiled", next(name for name in dtypes if name in job.unit.title.split())))
-        return job.unit.text.encode()
+        return text_of(job)
 
     def computed(q: np.ndarray, k: np.ndarray, v: np.ndarray, **_: object) -> np.ndarray:
         events.append(("checked", q.dtype.name))
         return attention_naive(q, k, v)
 
-    fake_cupy.install(monkeypatch)
-    builder = contextlib.nullcontext(FakeBuilder(image_of))
-    monkeypatch.setattr(job_module, "Builder", lambda workers: builder)
-    timer = FakeTimer(lambda tile, rows: float(tile["Br"] + tile["Bc"]))
-    monkeypatch.setattr(sweep_module, "GpuTimer", lambda: timer)
+    install_gpu(monkeypatch, area, image_of)
     monkeypatch.setattr(inputs_module, "flash_attention", computed)
-    shape = ("--batch", "1", "--seqlen-q", "64", "--heads", "1", "--head-dim", "16")
-    result = tune(*shape, "--family", "simt", "--dtype", ",".join(dtypes), "--max-tiles", "30")
+    tune(*SIMT, "--dtype", ",".join(dtypes), "--max-tiles", "30")
     first, second = dtypes
     counts = {event: events.count(event) for event in events}
 
-    assert result.exit_code == 0, result.output
     assert {entry.gpu for entry in saved(home)} == {fake_cupy.device().name}
     # If the second type waits, it compiles only the tiles that the race of the first type left.
     assert (counts["compiled", second] < counts["compiled", first]) is waits
@@ -1203,13 +1056,11 @@ def test_with_an_architecture_the_sweep_is_compiled_and_ranked_by_resources(
     home: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "ranking.json"
-    result = tune(
-        *("--arch", "sm_90", "--family", "simt", "--dtype", "float32", "--head-dim", "16"),
-        *("--max-tiles", "2", "--workers", "2", "--max-spills", "100000", "--output", path),
-    )
-    rows = rows_of(path)
+    options = ("--arch", "sm_90", "--family", "simt", "--dtype", "float32", "--head-dim", "16")
+    limits = ("--max-tiles", "2", "--workers", "2", "--max-spills", "100000")
+    result = tune(*options, *limits, "--output", path)
+    rows = commands.written(path)["rows"]
 
-    assert result.exit_code == 0, result.output
     assert "Nothing was timed" in result.stdout
     assert all(row["registers"] > 0 and row["blocks_per_sm"] >= 1 for row in rows)
     assert {row["median_ms"] for row in rows} == {None}
@@ -1221,7 +1072,7 @@ def test_with_an_architecture_the_sweep_is_compiled_and_ranked_by_resources(
 
 @pytest.mark.parametrize("options", [("--cache", "--page-size", "16"), ("--lengths", "113,7")])
 def test_the_cpu_backend_has_no_tiles_to_tune_for_sequences(options: tuple[str, ...]) -> None:
-    assert "no tuned tiles for" in refused(on_cpu(*options))
+    assert "no tuned tiles for" in refused(*options)
 
 
 def test_the_rate_of_packed_sequences_counts_each_ones_own_pairs() -> None:
@@ -1237,9 +1088,10 @@ def test_the_rate_of_packed_sequences_counts_each_ones_own_pairs() -> None:
 def test_what_names_its_cases_takes_no_options_on_sequences(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "w.json"
     file.write_text("[]", encoding="utf-8")
-    result = tune("--arch", "sm_90", *kind.format(file=file).split(), "--cache")
+    options = kind.format(file=file).split()
 
-    assert "--cache does not go with --" in refused(result)
+    said = commands.refusal("tune", "--arch", "sm_90", *options, "--cache")
+    assert "--cache does not go with --" in said
 
 
 @pytest.mark.parametrize(
@@ -1254,22 +1106,20 @@ def test_what_names_its_cases_takes_no_options_on_sequences(kind: str, tmp_path:
 def test_presets_of_decoding_tune_the_families_that_serve_caches(
     preset: str, families: set[str]
 ) -> None:
-    sweeps = plan_sweeps(
-        groups_of(PRESETS[preset]()), device_for_arch(90), None, Limits(max_tiles=3)
-    )
-
-    assert {sweep.family for sweep in sweeps} == families
-    assert all(len(sweep.candidates) > 1 for sweep in sweeps)
+    assert_tunes(preset, 90, families)
 
 
 def test_the_varlen_preset_tunes_the_family_that_serves_packed_sequences() -> None:
-    for arch, family in ((90, "hopper"), (80, "mma")):
-        sweeps = plan_sweeps(
-            groups_of(PRESETS["varlen"]()), device_for_arch(arch), None, Limits(max_tiles=3)
-        )
+    assert_tunes("varlen", 90, {"hopper"})
+    assert_tunes("varlen", 80, {"mma"})
 
-        assert {sweep.family for sweep in sweeps} == {family}
-        assert all(len(sweep.candidates) > 1 for sweep in sweeps)
+
+def assert_tunes(preset: str, arch: int, families: set[str]) -> None:
+    """Assert that a preset's sweeps are of these families, and that each has several tiles."""
+    groups = groups_of(PRESETS[preset]())
+    sweeps = plan_sweeps(groups, device_for_arch(arch), None, Limits(max_tiles=3))
+    assert {sweep.family for sweep in sweeps} == families
+    assert all(len(sweep.candidates) > 1 for sweep in sweeps)
 
 
 @pytest.mark.parametrize("page_size", [0, 16])
@@ -1279,13 +1129,8 @@ def test_what_is_tuned_of_caches_is_found_again_by_calls_like_them_alone(
     is_latent: bool, cache_dtype: str | None, page_size: int
 ) -> None:
     sizes = (1, 576, 512) if is_latent else (4, 128, 128)
-    case = Case(
-        *("bfloat16", 2, 1, 4096, 16, *sizes),
-        kind="cache",
-        page_size=page_size,
-        cache_dtype=cache_dtype,
-        values_in_keys=is_latent,
-    )
+    fields = {"page_size": page_size, "cache_dtype": cache_dtype, "values_in_keys": is_latent}
+    case = Case(*("bfloat16", 2, 1, 4096, 16, *sizes), kind="cache", **fields)
     device = device_for_arch(90)
     (sweep,) = plan_sweeps(groups_of([Weighted(case)]), device, None, Limits())
     best = next(c for c in sweep.candidates if not c.is_default)
@@ -1297,16 +1142,11 @@ def test_what_is_tuned_of_caches_is_found_again_by_calls_like_them_alone(
         q, k, v = (np.empty(shape, ml_dtypes.bfloat16) for shape in case.bshd_shapes)
         if cache_dtype:
             k, v = (np.empty(x.shape, cache_dtype) for x in (k, v))
-        return cupy_flash.plan(
-            cupy_flash.flash_attention_with_kvcache,
-            q,
-            k,
-            v if head_dim_v is None else None,
-            cache_seqlens=4000,
-            block_table=np.zeros((2, 256), np.int32) if page_size else None,
-            head_dim_v=head_dim_v,
-            arch="sm_90",
-        )
+        options = {"cache_seqlens": 4000, "head_dim_v": head_dim_v, "arch": "sm_90"}
+        if page_size:
+            options["block_table"] = np.zeros((2, 256), np.int32)
+        function = cupy_flash.flash_attention_with_kvcache
+        return cupy_flash.plan(function, q, k, v if head_dim_v is None else None, **options)
 
     found = planned(cache_dtype, 512 if is_latent else None)
     assert found.tile == best.tile

@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
-from collections.abc import Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from support import commands
 from support.gpu import fake_cupy
+from support.sweeps import install_gpu
 
-from cupy_flash.cli.build.build import Built, Job
 from cupy_flash.cli.cases import inputs as inputs_module
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.cases.workload import PRESETS, Weighted, groups_of
-from cupy_flash.cli.main import main
-from cupy_flash.cli.measure.timing import Timed
 from cupy_flash.cli.tables import why_not
-from cupy_flash.cli.tune import job as job_module
-from cupy_flash.cli.tune import sweep as sweep_module
 from cupy_flash.cli.tune.candidates import Limits, gpu_candidates
 from cupy_flash.cli.tune.findings import class_text, is_stale
 from cupy_flash.cli.tune.sweep import other_16bit_class, plan_sweeps
 from cupy_flash.families import FAMILIES
-from cupy_flash.gpu.compiler import Cubin
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import make_plan
 from cupy_flash.planning.problem_class import ProblemClass
-from cupy_flash.problem.device import Resources, device_for_arch
+from cupy_flash.problem.device import device_for_arch
 
 CASE = Case("bfloat16", 4, 4096, 4096, 16, 16, 64, 64)
 BACKWARD = dataclasses.replace(CASE, direction="backward")
@@ -39,35 +31,8 @@ H200 = dataclasses.replace(device_for_arch("sm_90"), name="NVIDIA H200")
 SHAPE = ("--batch", "1", "--seqlen-q", "64", "--heads", "2", "--head-dim", "16", "--dtype", "fp32")
 
 
-def tune(*arguments: str | Path) -> Result:
-    line = ["tune", *map(str, arguments)]
-    return CliRunner().invoke(main, line, catch_exceptions=False)
-
-
-class FakeTimer:
-    """Fake timer of a sweep by which a tile takes `Br` ms."""
-
-    pause = 0.0
-
-    def once(self, timed: Timed) -> float:
-        return 0.0
-
-    def interleaved(
-        self, calls: Sequence[Timed], warmup: int, repeats: Sequence[int]
-    ) -> list[list[float]]:
-        tiles = [dict(timed.call.keywords["tile"]) for timed in calls]  # type: ignore[attr-defined]
-        return [[float(tile["Br"])] * count for tile, count in zip(tiles, repeats, strict=True)]
-
-
-class FakeBuilder:
-    """Fake builder that returns different machine code for each unit."""
-
-    def submit(self, job: Job) -> Future[Built]:
-        future: Future[Built] = Future()
-        resources = Resources(128, 0, 0)
-        cubin = Cubin(job.unit.text.encode(), {job.unit.main_entry: resources}, "", 0.0)
-        future.set_result(Built(cubin, resources))
-        return future
+def tune(*arguments: str | Path, code: int = 0) -> Result:
+    return commands.run("tune", *arguments, code=code)
 
 
 @pytest.fixture
@@ -85,12 +50,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
         return call
 
-    fake_cupy.install(monkeypatch)
+    # By this timer, a tile takes `Br` ms.
+    install_gpu(monkeypatch, lambda tile, rows: float(tile["Br"]))
     for name in ("flash_attention", "flash_attention_backward"):
         monkeypatch.setattr(inputs_module, name, on_host(name))
-    builder = contextlib.nullcontext(FakeBuilder())
-    monkeypatch.setattr(job_module, "Builder", lambda workers: builder)
-    monkeypatch.setattr(sweep_module, "GpuTimer", FakeTimer)
     return asked
 
 
@@ -99,16 +62,9 @@ def entry_of(case: Case, family: str = "mma") -> tuning.Entry:
     problem, kernels = case.problem(), FAMILIES[case.direction][family]
     default = kernels.default_tile(problem, H200)
     tile = next(tile for tile in kernels.tiles(problem, H200) if tile != default)
-    return tuning.Entry(
-        gpu=H200.name,
-        arch=H200.arch,
-        sm_count=H200.sm_count,
-        family=family,
-        digest=kernels.digest(),
-        problem_class=tuning.problem_class(problem),
-        tile=dataclasses.asdict(tile),
-        tflops=1.0,
-    )
+    gpu = (H200.name, H200.arch, H200.sm_count)
+    found = {"problem_class": tuning.problem_class(problem), "tile": dataclasses.asdict(tile)}
+    return tuning.Entry(*gpu, family, kernels.digest(), **found, tflops=1.0)
 
 
 # ---- Classes and tables
@@ -187,11 +143,10 @@ def test_a_sweep_saves_what_wins_and_plans_use_it(
 ) -> None:
     path = tmp_path / "rows.json"
     result = tune("--backward", *SHAPE, "--family", "simt", "--output", path)
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    rows = commands.written(path)["rows"]
     (entry,) = tuning.read_table(home / "tuned.json")
     case = Case("float32", 1, 64, 64, 2, 2, 16, 16, direction="backward")
 
-    assert result.exit_code == 0, result.output
     assert "simt fp32 d16 full s64 rows256 backward" in result.stderr
     assert {call[:2] for call in gpu} == {("flash_attention_backward", "simt")}
     assert {row["direction"] for row in rows} == {"backward"}
@@ -207,17 +162,12 @@ def test_both_directions_in_a_workload_are_two_sweeps(
     home: Path, gpu: list[Any], tmp_path: Path
 ) -> None:
     path = tmp_path / "workload.csv"
-    path.write_text(
-        "seqlen_q,heads_q,head_dim,dtype,direction\n64,1,16,float32,backward\n"
-        "70,1,16,float32,backward\n64,1,16,float32,forward\n",
-        encoding="utf-8",
-    )
-    refused = tune("--workload", path, "--backward")
+    lines = "64,1,16,float32,backward\n70,1,16,float32,backward\n64,1,16,float32,forward\n"
+    path.write_text(f"seqlen_q,heads_q,head_dim,dtype,direction\n{lines}", encoding="utf-8")
+    refused = tune("--workload", path, "--backward", code=2)
     result = tune("--workload", path, "--family", "simt", "--max-tiles", "2", "--dry-run")
 
-    assert refused.exit_code == 2
     assert "--backward does not go with --workload" in refused.stderr
-    assert result.exit_code == 0, result.output
     assert "[1/2] simt fp32 d16 full s64 rows64 backward" in result.stderr
     assert "[2/2] simt fp32 d16 full s64 rows64:" in result.stderr
     fields = {name: set(tile) for name, _, tile in gpu}
@@ -229,10 +179,8 @@ def test_the_report_knows_gradients(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     tune("--backward", *SHAPE, "--family", "simt", "--dry-run")
-    result = tune("--report")
 
-    assert result.exit_code == 0
-    assert "simt fp32 d16 full s64 rows256 backward" in result.stdout
+    assert "simt fp32 d16 full s64 rows256 backward" in tune("--report").stdout
 
 
 def test_a_wrong_gradient_is_not_saved(
@@ -245,16 +193,14 @@ def test_a_wrong_gradient_is_not_saved(
         return dq, dk * (2 if tile["Br"] == 16 else 1), dv
 
     monkeypatch.setattr(inputs_module, "flash_attention_backward", wrong)
-    result = tune("--backward", *SHAPE, "--family", "simt")
+    result = tune("--backward", *SHAPE, "--family", "simt", code=1)
     tiles = [entry.tile["Br"] for entry in tuning.read_table(home / "tuned.json")]
 
-    assert result.exit_code == 1
     assert "differs from the reference" in result.stderr
     assert tiles == [32]
 
 
 def test_the_cpu_backend_has_no_tiles_of_gradients_to_tune() -> None:
-    result = tune("--backend", "cpu", "--backward", "--seqlen-q", "64")
+    result = tune("--backend", "cpu", "--backward", "--seqlen-q", "64", code=2)
 
-    assert result.exit_code == 2
     assert "no tuned tiles for caches, packed sequences and gradients" in result.stderr

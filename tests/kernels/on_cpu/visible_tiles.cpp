@@ -6,17 +6,10 @@
 #include <cstdio>
 
 #include "cuda_on_cpu.h"
-#include "read_numbers.h"
-#include "score/mask.cuh"
+#include "mask_configs.h"
 
 constexpr int Br = 16;
 constexpr int Bc = 24;
-
-template <bool Causal, bool Left, bool Right, bool Prefix>
-struct Config {
-  static constexpr bool causal = Causal, window_left = Left, window_right = Right, prefix = Prefix;
-  static constexpr bool offsets = false;
-};
 
 template <class Config, int Group>
 void print(const Mask<Config, Group>& mask, int rows, int num_splits) {
@@ -47,41 +40,14 @@ void print(const Mask<Config, Group>& mask, int rows, int num_splits) {
 }
 
 template <class Config>
-Band<Config> band(const std::vector<int>& n) {
-  if constexpr (Config::window_left || Config::window_right || Config::prefix) {
-    return {n[5], n[6], n[7]};
-  } else {
-    return {};
-  }
-}
-
-template <class Config>
-void print_of(const std::vector<int>& n) {
-  if (n[0] == 1) {
-    print(Mask<Config>(n[2], n[3], band<Config>(n)), n[1], n[4]);
-  } else {
-    print(Mask<Config, 3>(n[2], n[3], band<Config>(n)), 3 * n[1], n[4]);
-  }
-}
-
-// Converts the values that were read to the constants of a Config, one after the other.
-template <bool... Known>
-void print_with(bool causal, const std::vector<int>& n) {
-  if constexpr (sizeof...(Known) == 4) {
-    using Made = Config<Known...>;
-    // A call with a prefix has no left bound.
-    if constexpr (!(Made::window_left && Made::prefix)) print_of<Made>(n);
-  } else {
-    const bool all[] = {causal, n[5] >= 0, n[6] >= 0, n[7] > 0};
-    if (all[sizeof...(Known)]) {
-      print_with<Known..., true>(causal, n);
+struct Print {
+  static void of(const std::vector<int>& n) {
+    if (n[0] == 1) {
+      print(Mask<Config>(n[2], n[3], band<Config>(n)), n[1], n[4]);
     } else {
-      print_with<Known..., false>(causal, n);
+      print(Mask<Config, 3>(n[2], n[3], band<Config>(n)), 3 * n[1], n[4]);
     }
   }
-}
+};
 
-int main() {
-  int causal;
-  while (std::scanf("%d", &causal) == 1) print_with<>(causal, read(8));
-}
+int main() { print_each<Print>(8); }

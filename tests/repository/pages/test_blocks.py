@@ -64,10 +64,8 @@ if not IN_CHECKOUT:
 SHIPPED = Path(tuning.__file__).parent / "tuned"
 # Home folder and processor that the outputs show.
 HOME, PROCESSOR = "/home/ada", "AMD EPYC (2 CPUs)"
-PAGES = [
-    "README.md",
-    *(page.relative_to(CHECKOUT).as_posix() for page in sorted(CHECKOUT.glob("docs/**/*.md"))),
-]
+PAGES = [CHECKOUT / "README.md", *sorted(CHECKOUT.glob("docs/**/*.md"))]
+PAGES = [page.relative_to(CHECKOUT).as_posix() for page in PAGES]
 BLOCK = re.compile(r"(?:^<!-- ([^\n]*) -->\n)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 NOTES = {"ci", "columns", "file", "figures", "given"}
 LANGUAGES = {"python", "pycon", "console", "sh", "json", "csv", "text", "cpp", ""}
@@ -228,9 +226,9 @@ def run_python(block: Block, names: dict[str, Any]) -> str:
 def run_session(block: Block, names: dict[str, Any]) -> None:
     test = doctest.DocTestParser().get_doctest(block.text, {}, str(block), block.page, 0)
     test.globs = names
-    flags = doctest.ELLIPSIS
     report = io.StringIO()
-    doctest.DocTestRunner(optionflags=flags).run(test, out=report.write, clear_globs=False)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    runner.run(test, out=report.write, clear_globs=False)
     assert report.getvalue() == ""
 
 
@@ -252,9 +250,7 @@ def shipped_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("log_level", "shipped_tables")
 @pytest.mark.parametrize("has_gpu", [False, pytest.param(True, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize(
-    "page", sorted({block.page for block in BLOCKS if block.language == "python"})
-)
+@pytest.mark.parametrize("page", sorted({x.page for x in BLOCKS if x.language == "python"}))
 def test_the_python_of_a_page_gives_what_it_says(page: str, has_gpu: bool) -> None:
     names: dict[str, Any] = {}
     printed: str | None = None
@@ -273,12 +269,7 @@ def test_the_python_of_a_page_gives_what_it_says(page: str, has_gpu: bool) -> No
 
 
 @pytest.mark.parametrize(
-    "block",
-    [
-        pytest.param(block, id=str(block))
-        for block in BLOCKS
-        if block.language == "python" and block.needs
-    ],
+    "block", [x for x in BLOCKS if x.language == "python" and x.needs], ids=str
 )
 def test_python_that_needs_what_is_absent_is_counted(block: Block) -> None:
     if reason := block.absent():
@@ -336,13 +327,8 @@ class Clock:
 
     pause = 0.0
     interrupt = False
-    milliseconds: ClassVar = {
-        (256, 256): 17.88,
-        (512, 512): 17.91,
-        (256, 512): 18.02,
-        (128, 512): 19.81,
-        (512, 128): 22.4,
-    }
+    milliseconds: ClassVar = {(256, 256): 17.88, (512, 512): 17.91, (256, 512): 18.02}
+    milliseconds |= {(128, 512): 19.81, (512, 128): 22.4}
 
     def once(self, timed: Any) -> float:
         return 0.0
@@ -376,14 +362,8 @@ def run_command(words: list[str], folder: Path) -> str:
         assert result.exit_code in (0, 130), result.output
         return result.output.replace(str(folder), HOME)
     assert words[0] == "python"
-    done = subprocess.run(
-        [sys.executable, *words[1:]],
-        env=os.environ | {"PYTHONPATH": str(CHECKOUT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    line, variables = [sys.executable, *words[1:]], os.environ | {"PYTHONPATH": str(CHECKOUT)}
+    done = subprocess.run(line, env=variables, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -420,11 +400,9 @@ def test_commands_print_what_the_page_shows(
 
 
 def test_the_two_files_of_a_workload_say_the_same(tmp_path: Path) -> None:
-    written = [block for block in blocks_of("docs/guide/tuning.md") if "file" in block.notes]
-    found = []
-    for block in written:
-        path = tmp_path / block.notes["file"]
+    files = [block for block in blocks_of("docs/guide/tuning.md") if "file" in block.notes]
+    paths = [tmp_path / block.notes["file"] for block in files]
+    for path, block in zip(paths, files, strict=True):
         path.write_text(block.text, encoding="utf-8")
-        found.append(workload.read_workload(path))
-    assert len(found) == 2
-    assert found[0] == found[1]
+    first, second = map(workload.read_workload, paths)
+    assert first == second

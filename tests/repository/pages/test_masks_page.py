@@ -28,14 +28,10 @@ def test_the_picture_is_of_the_masks_that_the_page_names(tmp_path) -> None:
     assert masks.TARGET.stat().st_size < 30_000
     masks.main([str(tmp_path / "masks.png")])
     assert (tmp_path / "masks.png").stat().st_size > 5_000
-    seen = {
-        title: cupy_flash.seen_pairs(
-            options.get("seqlen_q", masks.N),
-            masks.N,
-            **{name: x for name, x in options.items() if name not in ("seqlen_q", "block")},
-        )
-        for title, options in masks.pictures().items()
-    }
+    seen = {}
+    for title, options in masks.pictures().items():
+        mask = {name: x for name, x in options.items() if name not in ("seqlen_q", "block")}
+        seen[title] = cupy_flash.seen_pairs(options.get("seqlen_q", masks.N), masks.N, **mask)
     # Each node of a tree attends to its parent, the parent's ancestors, and itself.
     of_tree = seen["tree"][:, -len(masks._PARENTS) :]
     for node, parent in enumerate(masks._PARENTS):

@@ -18,18 +18,23 @@ if not IN_CHECKOUT:
 render = script("render")
 chart = script("chart")
 
-GRID = [
-    row("cupy_flash", 512, 1.0),
-    row("torch-flash", 512, 0.5),
-    row("cupy_flash", 1024, 1.0),
-    row("torch-flash", 1024, 8.0),
-]
+GRID = [row("cupy_flash", 512, 1.0), row("torch-flash", 512, 0.5)]
+GRID += [row("cupy_flash", 1024, 1.0), row("torch-flash", 1024, 8.0)]
 
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
     write(tmp_path / "results" / "grid.json", GRID)
     return tmp_path / "results"
+
+
+@pytest.fixture
+def places(results: Path, tmp_path: Path) -> list[str]:
+    """Options of the script with places in `tmp_path`, for a template that makes one figure."""
+    template = tmp_path / "template.md"
+    template.write_text(FIGURE, encoding="utf-8")
+    files = ["--template", str(template), "--page", str(tmp_path / "page.md")]
+    return ["--results", str(results), *files]
 
 
 def page(template: str, results: Path) -> str:
@@ -44,13 +49,11 @@ def table(text: str) -> list[list[str]]:
 
 
 def test_a_number_has_as_many_decimals_as_the_template_asks_for(results: Path) -> None:
-    text = page(
+    text = (
         "{{0.00: geomean cupy_flash / torch-flash in grid}} times, at least {{0.0: min\n"
-        "cupy_flash / torch-flash in grid}}, {{0 us: max cupy_flash median_ms in grid}}\n",
-        results,
+        "cupy_flash / torch-flash in grid}}, {{0 us: max cupy_flash median_ms in grid}}\n"
     )
-
-    assert text == "2.00 times, at least 0.5, 1000 us\n"
+    assert page(text, results) == "2.00 times, at least 0.5, 1000 us\n"
 
 
 def test_a_table_of_cases_has_rates_and_ratios(results: Path) -> None:
@@ -176,10 +179,8 @@ def test_prose_is_wrapped_and_tables_are_not(results: Path) -> None:
 
 
 def test_what_is_of_a_record_that_is_not_there_yet_is_left_out(results: Path) -> None:
-    template = (
-        "Before.\n\n{{if grid}}\n\n{{0.0: min cupy_flash median_ms in grid}} ms.\n\n{{end}}\n\n"
-        "Behind.\n"
-    )
+    line = "{{0.0: min cupy_flash median_ms in grid}} ms."
+    template = f"Before.\n\n{{{{if grid}}}}\n\n{line}\n\n{{{{end}}}}\n\nBehind.\n"
 
     assert page(template, results) == "Before.\n\n1.0 ms.\n\nBehind.\n"
     (results / "grid.json").unlink()
@@ -211,12 +212,8 @@ def test_points_stand_at_their_values() -> None:
 
 
 def test_page_and_figures_can_be_checked(
-    results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    results: Path, places: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    template, written = tmp_path / "template.md", tmp_path / "page.md"
-    template.write_text(FIGURE, encoding="utf-8")
-    places = ["--results", str(results), "--template", str(template), "--page", str(written)]
-
     assert render.main([*places, "--check"]) == 1
     assert render.main(places) == 0
     assert render.main([*places, "--check"]) == 0
@@ -244,23 +241,20 @@ def test_page_and_figures_can_be_checked(
     ],
 )
 def test_a_directive_that_leads_nowhere_is_told_in_one_line(
-    directive: str, why: str, results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    directive: str, why: str, places: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "template.md").write_text(directive, encoding="utf-8")
-    places = ["--results", str(results), "--template", str(tmp_path / "template.md")]
 
-    assert render.main([*places, "--page", str(tmp_path / "page.md")]) == 2
+    assert render.main(places) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert why in line
     assert not (tmp_path / "page.md").exists()
 
 
 def test_a_record_of_another_version_is_refused(
-    results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    results: Path, places: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(results / "grid.json", GRID, record_version=2)
-    (tmp_path / "template.md").write_text(FIGURE, encoding="utf-8")
-    places = ["--results", str(results), "--template", str(tmp_path / "template.md")]
 
-    assert render.main([*places, "--page", str(tmp_path / "page.md")]) == 2
+    assert render.main(places) == 2
     assert "grid.json is a record of version 2" in capsys.readouterr().err

@@ -156,9 +156,7 @@ def test_families_and_tiles_may_be_asked_for_in_each_direction(rng: Any) -> None
 def test_gradients_come_in_the_order_of_wrt_and_captures_behind_q_k_and_v(rng: Any) -> None:
     q, k, v, dout = arrays(rng)
     gain = ScoreMod(
-        lambda score, h, gain: gain[h] * score,
-        gain=np.ones(4, np.float32),
-        differentiable=["gain"],
+        lambda score, h, gain: gain[h] * score, gain=np.ones(4, np.float32), differentiable=["gain"]
     )
     options: dict[str, Any] = {"score_mod": gain, "backend": "cpu"}
     out, lse = flash_attention(q, k, v, return_lse=True, **options)

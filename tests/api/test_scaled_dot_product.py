@@ -70,10 +70,7 @@ LEADING = [(), (4,), (2, 4), (3, 2, 4), (2, 1, 3, 4), (0, 4), (2, 0, 4)]
 @pytest.mark.parametrize("seqlens", [(7, 10), (10, 7), (1, 5), (5, 1), (6, 6), (65, 130)])
 @pytest.mark.parametrize("leading", LEADING)
 def test_any_number_of_axes(
-    leading: tuple[int, ...],
-    seqlens: tuple[int, int],
-    is_causal: bool,
-    rng: np.random.Generator,
+    leading: tuple[int, ...], seqlens: tuple[int, int], is_causal: bool, rng: np.random.Generator
 ) -> None:
     given = arrays(rng, *leading, sizes=(*seqlens, 5, 3))
     found = scaled_dot_product_attention(*given, is_causal=is_causal)

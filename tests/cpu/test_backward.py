@@ -557,10 +557,7 @@ def test_rows_of_extreme_scores_leave_no_trace_if_a_score_of_zero_is_nan(rng: An
 def test_what_only_hides_leaves_gradients_of_extreme_scores(hiding: str, rng: Any) -> None:
     q, k, v, dout = (rng.standard_normal((1, 40, 2, 16), np.float32) for _ in range(4))
     q[..., 0], k[..., 0] = 4000, -4000
-    nothing = {
-        "mask": np.ones((1, 1, 40, 40), bool),
-        "mask_mod": MaskMod(lambda i, j: i + j >= 0),
-    }
+    nothing = {"mask": np.ones((1, 1, 40, 40), bool), "mask_mod": MaskMod(lambda i, j: i + j >= 0)}
     found = []
     for options in ({}, {hiding: nothing[hiding]}):
         out, lse = flash_attention(q, k, v, return_lse=True, **options)

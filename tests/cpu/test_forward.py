@@ -313,17 +313,7 @@ def test_same_bits_whatever_the_number_of_threads(dtype):
 def test_lse_can_be_left_out():
     q, k, v = random_qkv(70, 70)
     out = np.full_like(q, np.nan)
-    forward(
-        q,
-        k,
-        v,
-        out,
-        None,
-        causal=False,
-        q_offset=0,
-        softmax_scale=40**-0.5,
-        tile=Tile(64, 64),
-    )
+    forward(q, k, v, out, None, causal=False, q_offset=0, softmax_scale=40**-0.5, tile=Tile(64, 64))
     np.testing.assert_array_equal(out, run(q, k, v)[0])
 
 

@@ -97,8 +97,7 @@ def double_jvp(attention: Any, x: Any, t: Any) -> Any:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("attention", FUNCTIONS + OPERATORS)
 @pytest.mark.parametrize(
-    "derivative",
-    [penalty, backward_twice, product("hvp"), product("vhp"), hessian, double_jvp],
+    "derivative", [penalty, backward_twice, product("hvp"), product("vhp"), hessian, double_jvp]
 )
 def test_second_derivatives_are_errors(derivative: Any, attention: Any, device: str) -> None:
     x, t = numbers(device), numbers(device)

@@ -18,10 +18,7 @@ LEADING = [(), (4,), (2, 4), (3, 2, 4)]
 
 
 def inputs(
-    rng: np.random.Generator,
-    *leading: int,
-    device: str = "cpu",
-    heads_kv: int | None = None,
+    rng: np.random.Generator, *leading: int, device: str = "cpu", heads_kv: int | None = None
 ) -> list[Any]:
     """Return random query, key and value tensors in float64."""
     of_keys = leading if heads_kv is None else (*leading[:-1], heads_kv)

@@ -12,13 +12,7 @@ import numpy as np
 import pytest
 from support.mods.function_calls import function_calls
 from support.mods.function_oracle import BOOL, INT, REAL, UINT64, Expr, Oracle, Value
-from support.mods.function_runs import (
-    Case,
-    modification,
-    report,
-    wrong_on_cpu,
-    wrong_on_host_text,
-)
+from support.mods.function_runs import Case, modification, report, wrong_on_cpu, wrong_on_host_text
 from support.mods.random_functions import DTYPES, nodes_of, random_function, random_pairs
 
 from cupy_flash.mods.ir.expression import postorder
@@ -80,10 +74,7 @@ def test_attention_and_its_gradients_see_the_same_pairs(inputs: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("count", "least"),
-    [(1000, 8), (COUNT, 100)],
-)
+@pytest.mark.parametrize(("count", "least"), [(1000, 8), (COUNT, 100)])
 def test_every_operation_is_in_many_functions(count: int, least: int) -> None:
     written: Counter[str] = Counter()
     operations: Counter[str] = Counter()

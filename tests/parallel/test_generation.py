@@ -178,11 +178,7 @@ def test_a_length_is_refused_where_a_rank_has_no_row_for_its_last_key() -> None:
             TypeError,
             r"seqlens is \[10, 2000\]; expected an integer, or a NumPy or CuPy array of",
         ),
-        (
-            np.array([10, 2**31]),
-            ValueError,
-            "seqlens holds integers that do not fit int32",
-        ),
+        (np.array([10, 2**31]), ValueError, "seqlens holds integers that do not fit int32"),
         (np.array([1.5]), TypeError, "seqlens has dtype float64"),
         (np.ma.ones(2, np.int32), TypeError, "seqlens is a masked array"),
         (-10, ValueError, "seqlens is -10; expected at least 0"),

@@ -12,11 +12,7 @@ import pytest
 from support.foreign import Foreign
 from support.gradients.gradient_calls import KINDS, OF_MOD, GradientCall, random_gradient_call
 
-from cupy_flash import (
-    ScoreMod,
-    attention_backward_reference,
-    attention_varlen_backward_reference,
-)
+from cupy_flash import ScoreMod, attention_backward_reference, attention_varlen_backward_reference
 from cupy_flash.reference import rows
 
 FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]

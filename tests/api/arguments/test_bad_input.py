@@ -80,8 +80,7 @@ def test_heads_before_the_rows_of_caches_and_packed_arrays_are_told_to_be_swappe
     assert flash_attention_with_kvcache(q, k, k, cache_seqlens=3).shape == q.shape
     with pytest.raises(ValueError, match=message):
         flash_attention_varlen(
-            *(Q_HEADS_FIRST[0], KV_HEADS_FIRST[0], KV_HEADS_FIRST[0]),
-            *([0, 8], [0, 2], 8, 2),
+            *(Q_HEADS_FIRST[0], KV_HEADS_FIRST[0], KV_HEADS_FIRST[0]), *([0, 8], [0, 2], 8, 2)
         )
 
 
@@ -161,16 +160,7 @@ def test_an_out_whose_batch_axes_have_no_common_stride_is_refused():
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize(
     "dtype",
-    [
-        np.int64,
-        np.int8,
-        np.uint8,
-        bool,
-        complex,
-        object,
-        "U4",
-        ml_dtypes.float8_e5m2,
-    ],
+    [np.int64, np.int8, np.uint8, bool, complex, object, "U4", ml_dtypes.float8_e5m2],
     ids=str,
 )
 def test_a_dtype_that_attention_is_not_computed_in_is_refused(name, dtype):
@@ -427,11 +417,7 @@ def test_an_out_between_the_rows_of_an_input_is_no_overlap():
         (ValueError, {"backend": "tpu"}, "backend is 'tpu'; expected one of auto, gpu, cpu"),
         (ValueError, {"softmax_scale": np.nan}, "softmax_scale is nan; expected a finite number"),
         (TypeError, {"softmax_scale": "1"}, "softmax_scale is '1'; expected a number"),
-        (
-            ValueError,
-            {"q_offset": 3},
-            "q_offset is for a causal mask, a window or another",
-        ),
+        (ValueError, {"q_offset": 3}, "q_offset is for a causal mask, a window or another"),
         (TypeError, {"q_offset": 3.5, "causal": True}, "q_offset is 3.5; expected an integer"),
         (TypeError, {"q_offset": True, "causal": True}, "q_offset is True; expected an integer"),
         (TypeError, {"softmax_scale": True}, "softmax_scale is True; expected a number"),

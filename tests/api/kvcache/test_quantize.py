@@ -242,10 +242,7 @@ def test_numbers_of_8_bits_of_other_libraries_are_read_on_the_host(
 
     for call, arrays in (
         (flash_attention, (q, q, q)),
-        (
-            lambda q, k, v: flash_attention_with_kvcache(q, k, v, cache_seqlens=7),
-            (step, *caches),
-        ),
+        (lambda q, k, v: flash_attention_with_kvcache(q, k, v, cache_seqlens=7), (step, *caches)),
     ):
         out = call(*map(converted, arrays))
         assert type(out) is type(converted(step))

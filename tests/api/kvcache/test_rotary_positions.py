@@ -8,11 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_flash import (
-    apply_rotary,
-    attention_with_kvcache_reference,
-    flash_attention_with_kvcache,
-)
+from cupy_flash import apply_rotary, attention_with_kvcache_reference, flash_attention_with_kvcache
 
 LENGTHS = np.array([0, 17, 9], np.int32)
 STARTS = np.array([3, 2, 40], np.int32)

@@ -9,14 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support.mods.mod_gallery import (
-    GALLERY,
-    KEYS,
-    SCORES,
-    floats,
-    pairs,
-    random_score_mod,
-)
+from support.mods.mod_gallery import GALLERY, KEYS, SCORES, floats, pairs, random_score_mod
 
 from cupy_flash import flash_attention_vjp
 from cupy_flash.mods.ir.derivative import derivative, partials

@@ -55,10 +55,7 @@ NOT_NUMBERS = {
     "clip": MaskMod(lambda i, j, x: np.clip(x[i] - x[j], -1, 1) >= -1, x=X),
     "size": MaskMod(lambda i, j, x: np.clip(abs(x[i] - x[j]), 0, 600) <= 600, x=DISTANT),
     "sum": MaskMod(lambda i, j, x: np.maximum(x[i] + -x[j], 0) >= 0, x=X),
-    "overflow": MaskMod(
-        lambda i, j, x: (x[i] + x[j]) - (x[i] + x[j] * 0.99) <= np.inf,
-        x=LARGE,
-    ),
+    "overflow": MaskMod(lambda i, j, x: (x[i] + x[j]) - (x[i] + x[j] * 0.99) <= np.inf, x=LARGE),
 }
 
 

@@ -213,9 +213,7 @@ def test_a_negative_constant_index_is_refused(index) -> None:
         with pytest.raises(ValueError, match="indices count from the first element"):
             ScoreMod(function, table=TABLE)
     text = ScoreMod(
-        lambda score, table: np.arctan(score) + table[0, -1],
-        table=TABLE,
-        cuda="return score;",
+        lambda score, table: np.arctan(score) + table[0, -1], table=TABLE, cuda="return score;"
     )
     with pytest.raises(ValueError, match="indices count from the first element"):
         text.evaluate(SCORE, 0, 0, 0, 0)

@@ -267,49 +267,25 @@ def parts(**changes):
         ({"out_partial": [[1.0]]}, TypeError, "out_partial is a list"),
         ({"lse_partial": None}, TypeError, "lse_partial is a NoneType"),
         ({"out_partial": np.zeros((2, 1, 5, 4, 8), int)}, TypeError, "out_partial has dtype int64"),
-        (
-            {"lse_partial": np.zeros((2, 1, 4, 5))},
-            TypeError,
-            "lse_partial has dtype float64; expected float32 for an out_partial of float16",
-        ),
-        (
-            {"out_partial": np.zeros((2, 1, 5, 4, 8))},
-            TypeError,
-            "lse_partial has dtype float32; expected float64 for an out_partial of float64",
-        ),
-        (
-            {"lse_partial": np.zeros((2, 1, 4, 5), ">f4")},
-            TypeError,
-            "lse_partial has dtype >f4, in another byte order",
-        ),
-        (
-            {"lse_partial": np.zeros((2, 1, 5, 4), np.float32)},
-            ValueError,
-            r"lse_partial has shape \(2, 1, 5, 4\); expected \(2, 1, 4, 5\)",
-        ),
+        ({"lse_partial": np.zeros((2, 1, 4, 5))}, TypeError,
+         "lse_partial has dtype float64; expected float32 for an out_partial of float16"),
+        ({"out_partial": np.zeros((2, 1, 5, 4, 8))}, TypeError,
+         "lse_partial has dtype float32; expected float64 for an out_partial of float64"),
+        ({"lse_partial": np.zeros((2, 1, 4, 5), ">f4")}, TypeError,
+         "lse_partial has dtype >f4, in another byte order"),
+        ({"lse_partial": np.zeros((2, 1, 5, 4), np.float32)}, ValueError,
+         r"lse_partial has shape \(2, 1, 5, 4\); expected \(2, 1, 4, 5\)"),
         ({"out_partial": np.zeros((2, 5, 8), np.float16)}, ValueError, "expected .num_splits"),
-        (
-            {"out_partial": np.zeros((0, 1, 5, 4, 8), np.float16)},
-            ValueError,
-            "expected at least 1 split",
-        ),
-        (
-            {"out": np.zeros((1, 4, 5, 8), np.float16)},
-            ValueError,
-            r"out has shape \(1, 4, 5, 8\); expected \(1, 5, 4, 8\)",
-        ),
+        ({"out_partial": np.zeros((0, 1, 5, 4, 8), np.float16)}, ValueError,
+         "expected at least 1 split"),
+        ({"out": np.zeros((1, 4, 5, 8), np.float16)}, ValueError,
+         r"out has shape \(1, 4, 5, 8\); expected \(1, 5, 4, 8\)"),
         ({"out": np.zeros((5, 4, 8), np.float16)}, ValueError, "out has shape"),
         ({"out": np.zeros((1, 5, 4, 8), np.float32)}, TypeError, "out has dtype float32"),
-        (
-            {"out": np.zeros((1, 5, 4, 16), np.float16)[..., ::2]},
-            ValueError,
-            "expected a contiguous last axis",
-        ),
-        (
-            {"out": np.broadcast_to(np.zeros(8, np.float16), (1, 5, 4, 8))},
-            ValueError,
-            "out is read-only",
-        ),
+        ({"out": np.zeros((1, 5, 4, 16), np.float16)[..., ::2]}, ValueError,
+         "expected a contiguous last axis"),
+        ({"out": np.broadcast_to(np.zeros(8, np.float16), (1, 5, 4, 8))}, ValueError,
+         "out is read-only"),
         (
             {
                 "out": np.lib.stride_tricks.as_strided(
@@ -320,7 +296,7 @@ def parts(**changes):
             "out overlaps itself",
         ),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_merged_is_refused_by_name(changes, error, words):
     with pytest.raises(error, match=words):
         combine(**parts(**changes))
@@ -337,18 +313,11 @@ def test_an_out_that_shares_memory_with_the_parts_is_refused():
 
 def spec(**changes):
     sizes = {
-        "dtype": "float16",
-        "num_splits": 3,
-        "batch": 2,
-        "seqlen_q": 113,
-        "heads_q": 6,
-        "head_dim_v": 128,
-        "split_stride": 2 * 113 * 6 * 128,
+        "dtype": "float16", "num_splits": 3, "batch": 2, "seqlen_q": 113, "heads_q": 6,
+        "head_dim_v": 128, "split_stride": 2 * 113 * 6 * 128,
         "partial_strides": (113 * 6 * 128, 6 * 128, 128),
-        "out_strides": (113 * 6 * 128, 6 * 128, 128),
-        "alignment": 16,
-        "out_alignment": 16,
-    }
+        "out_strides": (113 * 6 * 128, 6 * 128, 128), "alignment": 16, "out_alignment": 16,
+    }  # fmt: skip
     return CombineSpec(**(sizes | changes))
 
 
@@ -390,14 +359,10 @@ def test_the_step_between_splits_counts_for_the_alignment(elements):
 @pytest.mark.parametrize(
     ("dtype", "head_dim_v", "lanes"),
     [
-        ("float16", 1, 1),
-        ("float16", 9, 2),
-        ("float16", 96, 16),
-        ("float16", 128, 16),
-        ("float32", 128, 32),
-        ("float64", 256, 32),
+        ("float16", 1, 1), ("float16", 9, 2), ("float16", 96, 16), ("float16", 128, 16),
+        ("float32", 128, 32), ("float64", 256, 32),
     ],
-)
+)  # fmt: skip
 def test_a_row_has_a_thread_for_each_sixteen_bytes_up_to_a_warp(dtype, head_dim_v, lanes):
     assert spec(dtype=dtype, head_dim_v=head_dim_v).lanes == lanes
 

@@ -196,41 +196,20 @@ _Q = _zeros(2, 4, 7, 5)
         ({"key": _zeros(1, 4, 7, 5)}, ValueError, "expected the leading axes (2,) of query"),
         ({"value": _zeros(2, 4, 8, 5)}, ValueError, "expected (2, 4, 7, 5), with the heads and"),
         ({"key": _zeros(2, 4, 7, 6)}, ValueError, "key has a head_dim of 6; expected 5, as query"),
-        (
-            {"key": _zeros(2, 2, 7, 5), "value": _zeros(2, 2, 7, 5)},
-            ValueError,
-            "query has 4 heads and key 2; pass enable_gqa=True",
-        ),
-        (
-            {"key": _zeros(2, 3, 7, 5), "value": _zeros(2, 3, 7, 5), "enable_gqa": True},
-            ValueError,
-            "query has 4 heads; expected a multiple of the 3 heads of key",
-        ),
-        (
-            {"key": _zeros(2, 0, 7, 5), "value": _zeros(2, 0, 7, 5), "enable_gqa": True},
-            ValueError,
-            "query has 4 heads; expected a multiple of the 0 heads of key",
-        ),
-        (
-            {"attn_mask": _zeros(7, 6)},
-            ValueError,
-            "attn_mask has shape (7, 6); expected one that broadcasts to (2, 4, 7, 7)",
-        ),
-        (
-            {"attn_mask": _zeros(1, 2, 4, 7, 7)},
-            ValueError,
-            "attn_mask has shape (1, 2, 4, 7, 7); expected one that broadcasts to (2, 4, 7, 7)",
-        ),
-        (
-            {"attn_mask": np.zeros((7, 7), np.int32)},
-            TypeError,
-            "attn_mask has dtype int32; expected bool or float32",
-        ),
-        (
-            {"attn_mask": _zeros(7, 7), "is_causal": True},
-            ValueError,
-            "attn_mask is given and is_causal is True; pass only one of them",
-        ),
+        ({"key": _zeros(2, 2, 7, 5), "value": _zeros(2, 2, 7, 5)}, ValueError,
+         "query has 4 heads and key 2; pass enable_gqa=True"),
+        ({"key": _zeros(2, 3, 7, 5), "value": _zeros(2, 3, 7, 5), "enable_gqa": True}, ValueError,
+         "query has 4 heads; expected a multiple of the 3 heads of key"),
+        ({"key": _zeros(2, 0, 7, 5), "value": _zeros(2, 0, 7, 5), "enable_gqa": True}, ValueError,
+         "query has 4 heads; expected a multiple of the 0 heads of key"),
+        ({"attn_mask": _zeros(7, 6)}, ValueError,
+         "attn_mask has shape (7, 6); expected one that broadcasts to (2, 4, 7, 7)"),
+        ({"attn_mask": _zeros(1, 2, 4, 7, 7)}, ValueError,
+         "attn_mask has shape (1, 2, 4, 7, 7); expected one that broadcasts to (2, 4, 7, 7)"),
+        ({"attn_mask": np.zeros((7, 7), np.int32)}, TypeError,
+         "attn_mask has dtype int32; expected bool or float32"),
+        ({"attn_mask": _zeros(7, 7), "is_causal": True}, ValueError,
+         "attn_mask is given and is_causal is True; pass only one of them"),
         ({"dropout_p": 0.1}, UnsupportedError, "dropout_p is 0.1; expected 0"),
         ({"dropout_p": None}, TypeError, "dropout_p is None; expected a number"),
         ({"is_causal": 1}, TypeError, "is_causal is 1; expected True or False"),
@@ -238,7 +217,7 @@ _Q = _zeros(2, 4, 7, 5)
         ({"scale": np.nan}, ValueError, "scale is nan; expected a finite number"),
         ({"scale": "a"}, TypeError, "scale is 'a'; expected a number"),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments_are_named(change: dict[str, Any], error: Any, message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         scaled_dot_product_attention(**{"query": _Q, "key": _Q, "value": _Q, **change})

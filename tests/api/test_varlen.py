@@ -169,36 +169,28 @@ def test_lengths_changed_in_place_are_read_and_checked_anew(rng):
         ({"out": np.zeros((113, 6, 40), np.float32)}, r"out has shape \(113, 6, 40\); expected \("),
         ({"cu_seqlens_q": np.zeros((2, 2), np.int32)}, "cu_seqlens_q has 2 axes"),
         ({"cu_seqlens_q": np.zeros(0, np.int32)}, r"cu_seqlens_q is empty; expected batch \+ 1"),
-        (
-            {"cu_seqlens_k": np.zeros(3, np.int32)},
-            r"cu_seqlens_k has shape \(3,\); expected \(4,\), as cu_seqlens_q",
-        ),
+        ({"cu_seqlens_k": np.zeros(3, np.int32)},
+         r"cu_seqlens_k has shape \(3,\); expected \(4,\), as cu_seqlens_q"),
         ({"seqused_k": np.zeros(4, np.int32)}, r"seqused_k has shape \(4,\); expected \(3,\)"),
         ({"cu_seqlens_q": [0, 50, 49, 113]}, "cu_seqlens_q decreases from 50 to 49 at index 2"),
         ({"cu_seqlens_q": [0, 50, 50, 114]}, r"cu_seqlens_q\[3\] is 114; expected at most 113"),
         ({"cu_seqlens_q": [-1, 50, 50, 113]}, r"cu_seqlens_q\[0\] is -1; expected at least 0"),
         ({"cu_seqlens_k": [0, 90, 95, 204]}, r"cu_seqlens_k\[3\] is 204; expected at most 203"),
-        (
-            {"max_seqlen_q": 62},
-            "cu_seqlens_q gives sequence 2 a length of 63; expected at most 62, the value of "
-            "max_seqlen_q",
-        ),
-        (
-            {"max_seqlen_k": 104},
-            "cu_seqlens_k gives sequence 2 a length of 105; expected at most 104, the value of "
-            "max_seqlen_k",
-        ),
+        ({"max_seqlen_q": 62},
+         "cu_seqlens_q gives sequence 2 a length of 63; expected at most 62, the value of "
+         "max_seqlen_q"),
+        ({"max_seqlen_k": 104},
+         "cu_seqlens_k gives sequence 2 a length of 105; expected at most 104, the value of "
+         "max_seqlen_k"),
         ({"seqused_k": [1, -1, 3]}, r"seqused_k\[1\] is -1; expected at least 0"),
         ({"seqused_k": [1, 2, 106]}, "seqused_k gives sequence 2 a length of 106; expected at"),
-        (
-            {"seqused_k": [1, 2, 109], "max_seqlen_k": 200},
-            "seqused_k gives sequence 2 109 keys; expected at most 108, the number of rows of k "
-            "from its first key on",
-        ),
+        ({"seqused_k": [1, 2, 109], "max_seqlen_k": 200},
+         "seqused_k gives sequence 2 109 keys; expected at most 108, the number of rows of k "
+         "from its first key on"),
         ({"max_seqlen_q": -1}, "max_seqlen_q is -1; expected at least 0"),
         *refusals.WRONG_OPTIONS,
     ],
-)
+)  # fmt: skip
 def test_a_wrong_value_is_refused_by_name(changes, message):
     assert_refused(ValueError, message, good() | changes)
 
@@ -206,26 +198,18 @@ def test_a_wrong_value_is_refused_by_name(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"block_table": np.zeros((2, 6), np.int32)},
-            "block_table has 2 rows; expected 3, one for each sequence",
-        ),
+        ({"block_table": np.zeros((2, 6), np.int32)},
+         "block_table has 2 rows; expected 3, one for each sequence"),
         ({"block_table": np.zeros(3, np.int32)}, "block_table has 1 axes, .*; expected 2: batch"),
         ({"k": np.zeros((128, 3, 40), np.float32)}, "k has 3 axes, .*; expected 4: pages, page_"),
-        (
-            {"block_table": [[3, 1, 16, -9, -9, -9], [-9] * 6, [15, 0, 5, 6, 7, 8]]},
-            r"block_table\[0, 2\] is 16; expected 0 to 15, as there are 16 pages",
-        ),
-        (
-            {"block_table": [[3, 1, 2, -9, -9, -9], [-9] * 6, [15, 0, 5, 6, 7, -1]]},
-            r"block_table\[2, 5\] is -1; expected 0 to 15",
-        ),
-        (
-            {"block_table": [[3, 1], [1, 1], [1, 1]]},
-            "cu_seqlens_k gives sequence 0 20 keys; expected at most 16, the rows of its pages",
-        ),
+        ({"block_table": [[3, 1, 16, -9, -9, -9], [-9] * 6, [15, 0, 5, 6, 7, 8]]},
+         r"block_table\[0, 2\] is 16; expected 0 to 15, as there are 16 pages"),
+        ({"block_table": [[3, 1, 2, -9, -9, -9], [-9] * 6, [15, 0, 5, 6, 7, -1]]},
+         r"block_table\[2, 5\] is -1; expected 0 to 15"),
+        ({"block_table": [[3, 1], [1, 1], [1, 1]]},
+         "cu_seqlens_k gives sequence 0 20 keys; expected at most 16, the rows of its pages"),
     ],
-)
+)  # fmt: skip
 def test_a_page_that_is_not_there_is_refused(changes, message):
     assert_refused(ValueError, message, good_paged() | changes)
 
@@ -389,15 +373,11 @@ def test_a_call_with_the_same_shapes_is_prepared_once_wherever_the_arrays_lie(gp
 @pytest.mark.parametrize(
     "changes",
     [
-        {"causal": True},
-        {"softmax_scale": 0.5},
-        {"num_splits": 2},
-        {"batch_invariant": True},
-        {"max_seqlen_k": 50},
-        {"return_lse": True},
+        {"causal": True}, {"softmax_scale": 0.5}, {"num_splits": 2}, {"batch_invariant": True},
+        {"max_seqlen_k": 50}, {"return_lse": True},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_call_with_another_option_is_prepared_anew(gpu, changes):
     flash_attention_varlen(**on(gpu))
     flash_attention_varlen(**on(gpu, **changes))

@@ -264,14 +264,10 @@ def test_what_a_plan_accepts_is_computed_and_the_default_tile_is_accepted(rng: A
 
 
 BIASES = {
-    "of all pairs": (2, 6, 70, 90),
-    "of all sequences": (1, 6, 70, 90),
-    "of all heads": (2, 1, 70, 90),
-    "of all rows": (2, 6, 1, 90),
-    "of all keys": (2, 6, 70, 1),
-    "of all heads and keys": (1, 1, 70, 1),
-    "of all but keys": (1, 1, 1, 90),
-}
+    "of all pairs": (2, 6, 70, 90), "of all sequences": (1, 6, 70, 90),
+    "of all heads": (2, 1, 70, 90), "of all rows": (2, 6, 1, 90), "of all keys": (2, 6, 70, 1),
+    "of all heads and keys": (1, 1, 70, 1), "of all but keys": (1, 1, 1, 90),
+}  # fmt: skip
 
 
 def random_arrays(rng: Any, *, rows: tuple[int, ...] = (2, 70), keys: tuple[int, ...] = (2, 90)):

@@ -209,20 +209,12 @@ PLAIN = [plain, plain_packed, plain_varlen, plain_cached, plain_combine, plain_b
 @pytest.mark.parametrize(
     ("transform", "message"),
     [
-        (dual, TANGENT),
-        (dual_of_parameters, f"{TANGENT}|requires a gradient"),
-        (jvp, TRANSFORM),
-        (linearize, TRACED),
-        (jacfwd, TRANSFORM),
-        (grad, TRANSFORM),
-        (vjp, TRANSFORM),
-        (vmap, TRANSFORM),
-        (functionalize, TRANSFORM),
-        (make_fx, TRACED),
-        (jit_trace, TRACED),
+        (dual, TANGENT), (dual_of_parameters, f"{TANGENT}|requires a gradient"), (jvp, TRANSFORM),
+        (linearize, TRACED), (jacfwd, TRANSFORM), (grad, TRANSFORM), (vjp, TRANSFORM),
+        (vmap, TRANSFORM), (functionalize, TRANSFORM), (make_fx, TRACED), (jit_trace, TRACED),
         (fake, TRACED),
     ],
-)
+)  # fmt: skip
 def test_what_memory_does_not_hold_is_refused(
     transform: Any, message: str, attention: Any, device: str
 ) -> None:

@@ -158,34 +158,19 @@ def test_a_compiled_call_is_one_graph(of_mask: str | None, rng: np.random.Genera
     [
         ({"query": np.zeros((1, 2, 3, 4))}, TypeError, "query is a ndarray; expected a tensor"),
         ({"attn_mask": np.zeros((3, 3))}, TypeError, "attn_mask is a ndarray; expected a tensor"),
-        (
-            {"key": torch.zeros(1, 2, 3, 4).double()},
-            TypeError,
-            "key has dtype torch.float64; expected torch.float32, as query",
-        ),
-        (
-            {"attn_mask": torch.zeros(3, 3).half()},
-            TypeError,
-            "attn_mask has dtype float16; expected bool or float32",
-        ),
-        (
-            {"attn_mask": torch.zeros(3, 4)},
-            ValueError,
-            "attn_mask has shape (3, 4); expected one that broadcasts to (1, 2, 3, 3)",
-        ),
-        (
-            {"attn_mask": torch.zeros(3, 3), "is_causal": True},
-            ValueError,
-            "attn_mask is given and is_causal is True",
-        ),
+        ({"key": torch.zeros(1, 2, 3, 4).double()}, TypeError,
+         "key has dtype torch.float64; expected torch.float32, as query"),
+        ({"attn_mask": torch.zeros(3, 3).half()}, TypeError,
+         "attn_mask has dtype float16; expected bool or float32"),
+        ({"attn_mask": torch.zeros(3, 4)}, ValueError,
+         "attn_mask has shape (3, 4); expected one that broadcasts to (1, 2, 3, 3)"),
+        ({"attn_mask": torch.zeros(3, 3), "is_causal": True}, ValueError,
+         "attn_mask is given and is_causal is True"),
         ({"dropout_p": 0.5}, UnsupportedError, "dropout_p is 0.5; expected 0"),
-        (
-            {"key": torch.zeros(1, 1, 3, 4), "value": torch.zeros(1, 1, 3, 4)},
-            ValueError,
-            "pass enable_gqa=True",
-        ),
+        ({"key": torch.zeros(1, 1, 3, 4), "value": torch.zeros(1, 1, 3, 4)}, ValueError,
+         "pass enable_gqa=True"),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments_are_named(change: dict[str, Any], error: Any, message: str) -> None:
     given = {name: torch.zeros(1, 2, 3, 4) for name in ("query", "key", "value")}
     with pytest.raises(error, match=re.escape(message)):

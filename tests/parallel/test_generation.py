@@ -41,21 +41,15 @@ def arguments(**changed: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changed", "error", "text"),
     [
-        (
-            {"cache_seqlens": np.array([5, 38], np.int32)},
-            ValueError,
-            r"cache_seqlens\[1\] is 38; expected at most 37: k_cache has 40 rows on rank 0 of 1",
-        ),
+        ({"cache_seqlens": np.array([5, 38], np.int32)}, ValueError,
+         r"cache_seqlens\[1\] is 38; expected at most 37: k_cache has 40 rows on rank 0 of 1"),
         ({"cache_seqlens": 38}, ValueError, "cache_seqlens is 38; expected at most 37"),
         ({"cache_seqlens": [3, -1]}, ValueError, r"cache_seqlens\[1\] is -1; expected at least 0"),
         ({"cache_seqlens": -1}, ValueError, "cache_seqlens is -1; expected at least 0"),
         ({"cache_seqlens": [5, 2.7]}, TypeError, "cache_seqlens holds a float; expected integers"),
         ({"cache_seqlens": [[5], [3, 7]]}, ValueError, "cache_seqlens is not a list of integers"),
-        (
-            {"cache_seqlens": [5, 2**40]},
-            ValueError,
-            "cache_seqlens holds integers that do not fit int32",
-        ),
+        ({"cache_seqlens": [5, 2**40]}, ValueError,
+         "cache_seqlens holds integers that do not fit int32"),
         ({"cache_seqlens": np.array([5.0, 37])}, TypeError, r"float64; pass cache_seqlens\.astype"),
         ({"cache_seqlens": np.array([5, 2**31])}, ValueError, "integers that do not fit int32"),
         ({"cache_seqlens": {5, 37}}, TypeError, "cache_seqlens is a set; expected a NumPy"),
@@ -81,7 +75,7 @@ def arguments(**changed: Any) -> dict[str, Any]:
             "k_cache and v_cache have no heads",
         ),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_refused_before_anything_is_written(
     group: parallel.Group, changed: dict[str, Any], error: Any, text: str
 ) -> None:

@@ -110,26 +110,18 @@ def test_the_good_arguments_are_good():
         ({"k": zeros(2, 203, 3, 32)}, "k has head_dim 32, but q has 40"),
         ({"k": zeros(2, 199, 3, 40)}, "k and v must have one seqlen, but have 199 and 203"),
         ({"v": zeros(2, 203, 6, 72)}, "k and v must have one number of heads, but have 3 and 6"),
-        (
-            {"k": zeros(2, 203, 4, 40), "v": zeros(2, 203, 4, 72)},
-            "q has 6 heads; expected a multiple of the 4 heads of k and v$",
-        ),
-        (
-            {"k": zeros(2, 203, 0, 40), "v": zeros(2, 203, 0, 72)},
-            "k and v have no heads; expected at least 1",
-        ),
-        (
-            {"q": zeros(2, 113, 6, 577), "k": zeros(2, 203, 3, 577)},
-            "head_dim of q and k is 577; expected 1 to 576",
-        ),
-        (
-            {"q": zeros(2, 113, 6, 0), "k": zeros(2, 203, 3, 0)},
-            "head_dim of q and k is 0; expected 1 to 576",
-        ),
+        ({"k": zeros(2, 203, 4, 40), "v": zeros(2, 203, 4, 72)},
+         "q has 6 heads; expected a multiple of the 4 heads of k and v$"),
+        ({"k": zeros(2, 203, 0, 40), "v": zeros(2, 203, 0, 72)},
+         "k and v have no heads; expected at least 1"),
+        ({"q": zeros(2, 113, 6, 577), "k": zeros(2, 203, 3, 577)},
+         "head_dim of q and k is 577; expected 1 to 576"),
+        ({"q": zeros(2, 113, 6, 0), "k": zeros(2, 203, 3, 0)},
+         "head_dim of q and k is 0; expected 1 to 576"),
         ({"v": zeros(2, 203, 3, 600)}, "head_dim of v is 600; expected 1 to 576"),
         ({"v": zeros(2, 203, 3, 0)}, "head_dim of v is 0; expected 1 to 576"),
     ],
-)
+)  # fmt: skip
 def test_shapes_that_do_not_go_together_are_refused(changes, message):
     assert_refused(ValueError, message, **changes)
 

@@ -254,17 +254,13 @@ def test_arrays_of_several_numbers_are_no_numbers(rng):
 def test_arrays_at_odd_addresses_give_the_same_bits(rng, dtype):
     q, k, v = dense(rng, dtype)
     arrays = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "bias": rng.standard_normal((HEADS, 13, 21)).astype(dtype),
+        "q": q, "k": k, "v": v, "bias": rng.standard_normal((HEADS, 13, 21)).astype(dtype),
         "mask": rng.random((13, 21)) < 0.7,
         "tree_mask": rng.integers(0, 2**13, (2, 13)).astype(np.uint64),
         "alibi_slopes": rng.random(HEADS).astype(np.float32),
         "sinks": rng.standard_normal(HEADS).astype(dtype),
-        "prefix_lens": np.array([3, 0], np.int32),
-        "seqlens_k": np.array([21, 19], np.int32),
-    }
+        "prefix_lens": np.array([3, 0], np.int32), "seqlens_k": np.array([21, 19], np.int32),
+    }  # fmt: skip
     moved = {n: at_odd_address(x) for n, x in arrays.items()}
     call = functools.partial(flash_attention, causal=True, return_lse=True, backend="cpu")
     out, lse = call(**arrays)

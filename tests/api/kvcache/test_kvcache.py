@@ -216,64 +216,42 @@ def test_an_empty_batch_touches_nothing():
         ({"v": None}, "k is given and v is not; pass both or neither"),
         ({"k": None}, "v is given and k is not; pass both or neither"),
         ({"k": np.zeros((3, 5, 120), np.float32)}, "k has 3 axes, .*; expected 4: batch, seqlen_n"),
-        (
-            {"k": np.zeros((2, 5, 3, 40), np.float32)},
-            r"k has shape \(2, 5, 3, 40\); expected \(3, 5, 3, 40\), rows of k_cache for each",
-        ),
-        (
-            {"v": np.zeros((3, 4, 3, 72), np.float32)},
-            r"v has shape \(3, 4, 3, 72\); expected \(3, 5, 3, 72\), rows of v_cache for each",
-        ),
-        (
-            {"k": np.zeros((3, 62, 3, 40), np.float32), "v": np.zeros((3, 62, 3, 72), np.float32)},
-            "k and v append 62 rows to each cache, but a cache holds 61",
-        ),
+        ({"k": np.zeros((2, 5, 3, 40), np.float32)},
+         r"k has shape \(2, 5, 3, 40\); expected \(3, 5, 3, 40\), rows of k_cache for each"),
+        ({"v": np.zeros((3, 4, 3, 72), np.float32)},
+         r"v has shape \(3, 4, 3, 72\); expected \(3, 5, 3, 72\), rows of v_cache for each"),
+        ({"k": np.zeros((3, 62, 3, 40), np.float32), "v": np.zeros((3, 62, 3, 72), np.float32)},
+         "k and v append 62 rows to each cache, but a cache holds 61"),
         ({"cache_seqlens": np.zeros(2, np.int32)}, r"cache_seqlens has shape \(2,\); expected \(3"),
-        (
-            {"cache_seqlens": np.array(7, np.int32)},
-            r"has shape \(\); expected \(3,\), .*; pass an integer if all are equal",
-        ),
-        (
-            {"cache_seqlens": [7, 0, 57]},
-            r"cache_seqlens\[2\] is 57; expected at most 56: a cache holds 61 rows, and 5 are",
-        ),
+        ({"cache_seqlens": np.array(7, np.int32)},
+         r"has shape \(\); expected \(3,\), .*; pass an integer if all are equal"),
+        ({"cache_seqlens": [7, 0, 57]},
+         r"cache_seqlens\[2\] is 57; expected at most 56: a cache holds 61 rows, and 5 are"),
         ({"cache_seqlens": [7, -1, 5]}, r"cache_seqlens\[1\] is -1; expected at least 0"),
         ({"cache_seqlens": 57}, "cache_seqlens is 57; expected at most 56"),
         ({"cache_seqlens": -3}, "cache_seqlens is -3; expected at least 0"),
         ({"cache_batch_idx": [0, 4, 1]}, r"cache_batch_idx\[1\] is 4; expected 0 to 3, as k_cache"),
         ({"cache_batch_idx": [0, 1]}, r"cache_batch_idx has shape \(2,\); expected \(3,\), one"),
-        (
-            {"cache_batch_idx": [0, 1, 2], "block_table": np.zeros((3, 4), np.int32)},
-            "cache_batch_idx and block_table are both given; pass only one",
-        ),
+        ({"cache_batch_idx": [0, 1, 2], "block_table": np.zeros((3, 4), np.int32)},
+         "cache_batch_idx and block_table are both given; pass only one"),
         ({"rotary_sin": None}, "rotary_cos is given, but not rotary_sin; pass both or neither"),
         ({"rotary_cos": None}, "rotary_sin is given, but not rotary_cos; pass both or neither"),
         ({"k": None, "v": None}, "rotary_cos and rotary_sin rotate k and q; pass k and v with"),
         ({"rotary_cos": np.ones(61, np.float32)}, "rotary_cos has 1 axes, .*; expected 2: positio"),
-        (
-            {"rotary_sin": np.ones((61, 7), np.float32)},
-            r"rotary_sin has shape \(61, 7\); expected \(61, 8\), as rotary_cos",
-        ),
-        (
-            {name: np.ones((61, 21), np.float32) for name in ("rotary_cos", "rotary_sin")},
-            "rotary_cos has 21 columns for a rotary_dim of 42; expected a rotary_dim of 2 to 40",
-        ),
-        (
-            {name: np.ones((61, 0), np.float32) for name in ("rotary_cos", "rotary_sin")},
-            "rotary_cos has 0 columns for a rotary_dim of 0; expected a rotary_dim of 2",
-        ),
-        (
-            {name: np.ones((4, 8), np.float32) for name in ("rotary_cos", "rotary_sin")},
-            "rotary_cos has 4 rows; expected at least 5, one for each position",
-        ),
-        (
-            {name: np.ones((60, 8), np.float32) for name in ("rotary_cos", "rotary_sin")},
-            r"\[2\] is 56; expected at most 55: rotary_cos has 60 rows, and 5 are read from",
-        ),
+        ({"rotary_sin": np.ones((61, 7), np.float32)},
+         r"rotary_sin has shape \(61, 7\); expected \(61, 8\), as rotary_cos"),
+        ({name: np.ones((61, 21), np.float32) for name in ("rotary_cos", "rotary_sin")},
+         "rotary_cos has 21 columns for a rotary_dim of 42; expected a rotary_dim of 2 to 40"),
+        ({name: np.ones((61, 0), np.float32) for name in ("rotary_cos", "rotary_sin")},
+         "rotary_cos has 0 columns for a rotary_dim of 0; expected a rotary_dim of 2"),
+        ({name: np.ones((4, 8), np.float32) for name in ("rotary_cos", "rotary_sin")},
+         "rotary_cos has 4 rows; expected at least 5, one for each position"),
+        ({name: np.ones((60, 8), np.float32) for name in ("rotary_cos", "rotary_sin")},
+         r"\[2\] is 56; expected at most 55: rotary_cos has 60 rows, and 5 are read from"),
         ({"out": np.zeros((3, 2, 6, 40), np.float32)}, r"out has shape \(3, 2, 6, 40\); expected"),
         *refusals.WRONG_OPTIONS,
     ],
-)
+)  # fmt: skip
 def test_a_wrong_value_is_refused_by_name_and_nothing_is_appended(changes, message):
     assert_refused(ValueError, message, good() | changes)
 
@@ -281,22 +259,14 @@ def test_a_wrong_value_is_refused_by_name_and_nothing_is_appended(changes, messa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"block_table": np.zeros((2, 8), np.int32)},
-            "block_table has 2 rows; expected 3, one for",
-        ),
-        (
-            {"block_table": [[3, 1], [2, 2], [15, 0]]},
-            r"cache_seqlens\[2\] is 56; expected at most 11: a cache holds 16 rows, and 5 are app",
-        ),
-        (
-            {"block_table": [[3, -9] + [1] * 6, [2] * 8, [15] * 8]},
-            r"block_table\[0, 1\] is -9; expected 0 to 15, as there are 16 pages",
-        ),
-        (
-            {"block_table": [[3] * 8, [2] * 8, [15] * 7 + [16]]},
-            r"block_table\[2, 7\] is 16; expected 0 to 15",
-        ),
+        ({"block_table": np.zeros((2, 8), np.int32)},
+         "block_table has 2 rows; expected 3, one for"),
+        ({"block_table": [[3, 1], [2, 2], [15, 0]]},
+         r"cache_seqlens\[2\] is 56; expected at most 11: a cache holds 16 rows, and 5 are app"),
+        ({"block_table": [[3, -9] + [1] * 6, [2] * 8, [15] * 8]},
+         r"block_table\[0, 1\] is -9; expected 0 to 15, as there are 16 pages"),
+        ({"block_table": [[3] * 8, [2] * 8, [15] * 7 + [16]]},
+         r"block_table\[2, 7\] is 16; expected 0 to 15"),
         (
             {name: np.zeros((0, 8, 3, dim)) for name, dim in (("k_cache", 40), ("v_cache", 72))}
             | {name: np.zeros((3, 5, 3, dim)) for name, dim in (("k", 40), ("v", 72))}
@@ -304,7 +274,7 @@ def test_a_wrong_value_is_refused_by_name_and_nothing_is_appended(changes, messa
             r"block_table\[0, 0\] is 3, but there are no pages; cache_seqlens must be 0",
         ),
     ],
-)
+)  # fmt: skip
 def test_a_page_that_is_not_there_is_refused_also_for_new_rows(changes, message):
     assert_refused(ValueError, message, good_paged() | changes)
 
@@ -320,28 +290,20 @@ def test_a_page_that_is_not_there_is_refused_also_for_new_rows(changes, message)
         ({"cache_seqlens": True}, "cache_seqlens is True; expected an integer or an int32 array"),
         ({"return_lse": "no"}, "return_lse is 'no'; expected True or False"),
         ({"num_splits": True}, "num_splits is True; expected an integer"),
-        (
-            {"cache_seqlens": np.zeros(3)},
-            r"cache_seqlens has dtype float64; pass cache_seqlens\.astype\('int32'\)",
-        ),
-        (
-            {"block_table": np.zeros((3, 8), bool)},
-            r"block_table has dtype bool; pass block_table\.astype\('int32'\)",
-        ),
+        ({"cache_seqlens": np.zeros(3)},
+         r"cache_seqlens has dtype float64; pass cache_seqlens\.astype\('int32'\)"),
+        ({"block_table": np.zeros((3, 8), bool)},
+         r"block_table has dtype bool; pass block_table\.astype\('int32'\)"),
         ({"k_cache": np.zeros((4, 61, 3, 40))}, "q, k_cache and v_cache must have one dtype"),
-        (
-            {"k": np.zeros((3, 5, 3, 40), np.float16)},
-            "k has dtype float16; expected float32, as q has",
-        ),
-        (
-            {"rotary_cos": np.ones((61, 8))},
-            "rotary_cos has dtype float64; expected float32, as q is float32",
-        ),
+        ({"k": np.zeros((3, 5, 3, 40), np.float16)},
+         "k has dtype float16; expected float32, as q has"),
+        ({"rotary_cos": np.ones((61, 8))},
+         "rotary_cos has dtype float64; expected float32, as q is float32"),
         ({"rotary_interleaved": 1}, "rotary_interleaved is 1; expected True or False"),
         ({"causal": 1}, "causal is 1; expected True or False"),
         ({"num_splits": 1.5}, r"num_splits is 1\.5; expected an integer"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_kind_is_refused_by_name(changes, message):
     assert_refused(TypeError, message, good() | changes)
 
@@ -772,15 +734,11 @@ def test_an_array_that_is_missing_on_the_gpu_is_a_type_error(gpu, name):
 @pytest.mark.parametrize(
     ("name", "offset", "field"),
     [
-        ("q", 1, "q"),
-        ("k", 1, "new_k"),
-        ("v", 1, "new_v"),
-        ("cache_seqlens", 2, "seqused_k"),
-        ("cache_batch_idx", 2, "cache_batch_idx"),
-        ("rotary_cos", 1, "cos"),
+        ("q", 1, "q"), ("k", 1, "new_k"), ("v", 1, "new_v"), ("cache_seqlens", 2, "seqused_k"),
+        ("cache_batch_idx", 2, "cache_batch_idx"), ("rotary_cos", 1, "cos"),
         ("rotary_sin", 1, "sin"),
     ],
-)
+)  # fmt: skip
 def test_what_is_read_at_an_address_that_no_load_can_use_is_copied(gpu, name, offset, field):
     arguments = appending(gpu, cache_batch_idx=gpu.lengths(3))
     whole = arguments[name]

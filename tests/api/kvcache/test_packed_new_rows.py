@@ -261,24 +261,16 @@ def test_offsets_out_of_range_are_limited_to_the_rows_there_are(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"cu_seqlens_k_new": [0, 3, 2, 5, 5]},
-            "cu_seqlens_k_new decreases from 3 to 2 at index 2",
-        ),
+        ({"cu_seqlens_k_new": [0, 3, 2, 5, 5]},
+         "cu_seqlens_k_new decreases from 3 to 2 at index 2"),
         ({"cu_seqlens_k_new": [0, 3, 3]}, r"cu_seqlens_k_new has shape \(3,\); expected \(5,\)"),
-        (
-            {"cu_seqlens_k_new": [0, 1, 2, 3, 13]},
-            r"cu_seqlens_k_new\[4\] is 13; expected at most 12, the rows of k and v",
-        ),
-        (
-            {"cache_seqlens": [0, 70, 139, 131]},
-            r"cache_seqlens\[2\] is 139; expected at most 137: a cache holds 140 rows, and 3 are",
-        ),
+        ({"cu_seqlens_k_new": [0, 1, 2, 3, 13]},
+         r"cu_seqlens_k_new\[4\] is 13; expected at most 12, the rows of k and v"),
+        ({"cache_seqlens": [0, 70, 139, 131]},
+         r"cache_seqlens\[2\] is 139; expected at most 137: a cache holds 140 rows, and 3 are"),
         ({"k": None, "v": None}, "cu_seqlens_k_new divides packed k and v; pass k and v, too"),
-        (
-            {"k": np.zeros((4, 3, 2, 64), np.float32)},
-            "k has 4 axes, .* expected 3: total_new, heads",
-        ),
+        ({"k": np.zeros((4, 3, 2, 64), np.float32)},
+         "k has 4 axes, .* expected 3: total_new, heads"),
         ({"v": np.zeros((11, 2, 64), np.float32)}, r"v has shape \(11, 2, 64\)"),
         (
             {
@@ -288,7 +280,7 @@ def test_offsets_out_of_range_are_limited_to_the_rows_there_are(
             r"cache_seqlens\[3\] is 131; expected at most 129: rotary_cos has 132 rows, and 3 are",
         ),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments_are_refused_and_nothing_is_written(
     change: dict[str, Any], message: str
 ) -> None:

@@ -155,39 +155,24 @@ _X, _COS = np.zeros((2, 5, 3, 8), np.float32), np.zeros((6, 4), np.float32)
         ({"x": _X[0, 0]}, ValueError, "x has 2 axes, shape (3, 8); expected (batch, seqlen"),
         ({"cos": _COS[0]}, ValueError, "cos has 1 axes, shape (4,); expected 2"),
         ({"cos": _COS[1:]}, ValueError, "sin has shape (6, 4); expected (5, 4), as cos"),
-        (
-            {"cos": _COS.astype(np.float64)},
-            TypeError,
-            "cos has dtype float64; expected float32, as x is float32",
-        ),
-        (
-            {"x": _X[..., :7]},
-            ValueError,
-            "cos has 4 columns for a rotary_dim of 8; expected a rotary_dim of 2 to 7",
-        ),
-        (
-            {"cos": _COS[:4], "sin": _COS[:4]},
-            ValueError,
-            "cos has 4 rows; expected at least 5, one for each position; otherwise pass positions",
-        ),
+        ({"cos": _COS.astype(np.float64)}, TypeError,
+         "cos has dtype float64; expected float32, as x is float32"),
+        ({"x": _X[..., :7]}, ValueError,
+         "cos has 4 columns for a rotary_dim of 8; expected a rotary_dim of 2 to 7"),
+        ({"cos": _COS[:4], "sin": _COS[:4]}, ValueError,
+         "cos has 4 rows; expected at least 5, one for each position; otherwise pass positions"),
         ({"positions": [1.0] * 5}, TypeError, "positions has dtype float64; expected integers"),
         ({"positions": [[1], [1, 2]]}, ValueError, "positions is not an array of integers"),
         ({"positions": np.zeros(5, bool)}, TypeError, "positions has dtype bool; expected"),
-        (
-            {"positions": [1, 2]},
-            ValueError,
-            "positions has shape (2,); expected one that broadcasts to (2, 5), (batch, seqlen)",
-        ),
-        (
-            {"positions": [0, 1, 2, 3, 6]},
-            ValueError,
-            "positions[4] is 6; expected 0 to 5, as cos has 6 rows",
-        ),
+        ({"positions": [1, 2]}, ValueError,
+         "positions has shape (2,); expected one that broadcasts to (2, 5), (batch, seqlen)"),
+        ({"positions": [0, 1, 2, 3, 6]}, ValueError,
+         "positions[4] is 6; expected 0 to 5, as cos has 6 rows"),
         ({"positions": [[0], [-1]]}, ValueError, "positions[1, 0] is -1; expected 0 to 5"),
         ({"positions": 6}, ValueError, "positions is 6; expected 0 to 5"),
         ({"interleaved": 1}, TypeError, "interleaved is 1; expected True or False"),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments_are_named(change: dict[str, Any], error: Any, message: str) -> None:
     for function in (apply_rotary, apply_rotary_vjp):
         with pytest.raises(error, match=re.escape(message)):

@@ -62,16 +62,11 @@ def test_a_repeated_call_gives_the_same_bits(
 @pytest.mark.parametrize(
     "change",
     [
-        {"causal": 1},
-        {"return_lse": 1},
-        {"layout": "sbhd"},
-        {"backend": "cuda"},
-        {"softmax_scale": "1"},
-        {"softmax_scale": np.nan},
-        {"family": "hopper"},
+        {"causal": 1}, {"return_lse": 1}, {"layout": "sbhd"}, {"backend": "cuda"},
+        {"softmax_scale": "1"}, {"softmax_scale": np.nan}, {"family": "hopper"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_options_of_a_wrong_kind_are_still_refused(change: dict[str, Any], rng: Any) -> None:
     options: dict[str, Any] = {"causal": True, "return_lse": True, "backend": "cpu"}
     flash_attention(*arrays(rng), **options)

@@ -268,17 +268,11 @@ def undecided(mod: MaskMod, host: HostMask, rows: int, keys: int) -> tuple[int, 
 @pytest.mark.parametrize(
     ("name", "mixed", "needless"),
     [
-        ("causal", 12, 0),
-        ("window", 30, 0),
-        ("prefix", 4, 0),
-        ("documents", 26, 0),
-        ("dilated", 78, 0),
-        ("sliding and global", 29, 0),
-        ("chunks", 0, 0),
-        ("heads", 12, 0),
+        ("causal", 12, 0), ("window", 30, 0), ("prefix", 4, 0), ("documents", 26, 0),
+        ("dilated", 78, 0), ("sliding and global", 29, 0), ("chunks", 0, 0), ("heads", 12, 0),
         ("flags", 7, 0),
     ],
-)
+)  # fmt: skip
 def test_blocks_that_a_mask_does_not_cut_are_decided(name, mixed, needless, hosts) -> None:
     assert undecided(GALLERY[name], hosts[name], 8, 8) == (mixed, needless)
 

@@ -261,21 +261,13 @@ def slope_at(function: Callable[[Any], Any], *x: float) -> list[float]:
 @pytest.mark.parametrize(
     ("function", "at_0"),
     [
-        (np.abs, 0),
-        (np.sign, 0),
-        (np.floor, 0),
-        (lambda x: np.maximum(x, 0), 0.5),
-        (lambda x: np.minimum(x, 0), 0.5),
-        (lambda x: np.maximum(0, x), 0.5),
-        (lambda x: np.clip(x, 0, 1), 0.5),
-        (lambda x: np.maximum(x, 3 * x), 2),
-        (lambda x: np.minimum(x, x), 1),
-        (lambda x: np.where(x > 0, x, 0), 0),
-        (lambda x: np.abs(x) ** 1.5, 0),
-        (lambda x: x * np.abs(x), 0),
-        (np.sqrt, np.inf),
+        (np.abs, 0), (np.sign, 0), (np.floor, 0), (lambda x: np.maximum(x, 0), 0.5),
+        (lambda x: np.minimum(x, 0), 0.5), (lambda x: np.maximum(0, x), 0.5),
+        (lambda x: np.clip(x, 0, 1), 0.5), (lambda x: np.maximum(x, 3 * x), 2),
+        (lambda x: np.minimum(x, x), 1), (lambda x: np.where(x > 0, x, 0), 0),
+        (lambda x: np.abs(x) ** 1.5, 0), (lambda x: x * np.abs(x), 0), (np.sqrt, np.inf),
     ],
-)
+)  # fmt: skip
 def test_kinks_have_what_autograd_gives(function, at_0) -> None:
     assert slope_at(function, 0.0) == [at_0]
 
@@ -483,19 +475,14 @@ def test_hidden_pairs_leave_no_trace_in_gradients_of_captures() -> None:
 
 # Steps of long functions, by the operations in their derivatives.
 STEPS: dict[str, Callable[[Any, int], Any]] = {
-    "sums": lambda x, n: x + n % 7,
-    "shared terms": lambda x, n: x + x,
-    "shared factors": lambda x, n: x * x - 0.5,
-    "products": lambda x, n: x * 1.001,
-    "quotients": lambda x, n: x / 1.01,
-    "products and quotients": lambda x, n: x * 1.02 / 1.01,
-    "reciprocals": lambda x, n: 1 / (x + 2),
-    "caps": lambda x, n: 20 * np.tanh(x / 20),
+    "sums": lambda x, n: x + n % 7, "shared terms": lambda x, n: x + x,
+    "shared factors": lambda x, n: x * x - 0.5, "products": lambda x, n: x * 1.001,
+    "quotients": lambda x, n: x / 1.01, "products and quotients": lambda x, n: x * 1.02 / 1.01,
+    "reciprocals": lambda x, n: 1 / (x + 2), "caps": lambda x, n: 20 * np.tanh(x / 20),
     "choices": lambda x, n: np.where(x > n, x, x * 0.5),
     "choices of 0": lambda x, n: np.where(x > n, x, 0) + x,
-    "extremes": lambda x, n: np.maximum(x, 0.1 * x),
-    "roots": lambda x, n: np.sqrt(np.abs(x) + 1),
-}
+    "extremes": lambda x, n: np.maximum(x, 0.1 * x), "roots": lambda x, n: np.sqrt(np.abs(x) + 1),
+}  # fmt: skip
 
 
 def chain(step: Callable[[Any, int], Any], length: int) -> ScoreMod:

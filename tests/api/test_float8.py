@@ -104,13 +104,10 @@ def test_scales_need_not_be_given() -> None:
         ({"out_dtype": 3}, TypeError, "out_dtype is an int; expected a name"),
         ({"window_size": (3, 3)}, ValueError, "supported only without modifications"),
         ({"k": np.zeros((2, 40, 2, 128), np.float16)}, TypeError, "k has dtype float16"),
-        (
-            {"out": np.zeros((2, 30, 4, 128), np.float16), "out_dtype": "float16"},
-            ValueError,
-            "pass only one",
-        ),
+        ({"out": np.zeros((2, 30, 4, 128), np.float16), "out_dtype": "float16"}, ValueError,
+         "pass only one"),
     ],
-)
+)  # fmt: skip
 def test_bad_input_is_named(changes: dict[str, Any], error: Any, message: str) -> None:
     with pytest.raises(error) as caught:
         flash_attention(**BASE.arguments() | changes)

@@ -167,18 +167,15 @@ def test_a_length_is_refused_where_a_rank_has_no_row_for_its_last_key() -> None:
     [
         (10.5, TypeError, "seqlens is 10.5; expected an integer, or a NumPy or CuPy array of"),
         (True, TypeError, "seqlens is True; expected an integer"),
-        (
-            [10, 2000],
-            TypeError,
-            r"seqlens is \[10, 2000\]; expected an integer, or a NumPy or CuPy array of",
-        ),
+        ([10, 2000], TypeError,
+         r"seqlens is \[10, 2000\]; expected an integer, or a NumPy or CuPy array of"),
         (np.array([10, 2**31]), ValueError, "seqlens holds integers that do not fit int32"),
         (np.array([1.5]), TypeError, "seqlens has dtype float64"),
         (np.ma.ones(2, np.int32), TypeError, "seqlens is a masked array"),
         (-10, ValueError, "seqlens is -10; expected at least 0"),
         (np.array([3, -10], np.int32), ValueError, "seqlens holds -10; expected lengths of at"),
     ],
-)
+)  # fmt: skip
 def test_lengths_of_sequences_are_integers(seqlens: Any, error: type, text: str) -> None:
     with pytest.raises(error, match=text):
         parallel.cache_shard_length(seqlens, 2, 1)

@@ -211,14 +211,11 @@ def test_dtypes_by_any_name() -> None:
         ({"dtype": np.uint8}, TypeError, "expected one of float8_e4m3fn, int8"),
         ({"dtype": None}, TypeError, "dtype is None; expected one of float8_e4m3fn, int8"),
         ({"per": "column"}, ValueError, "per is 'column'; expected one of tensor, head, page, row"),
-        (
-            {"per": "page"},
-            ValueError,
-            "x has shape (2, 3, 4); expected (pages, page_size, heads_kv, head_dim), "
-            "as per is 'page'",
-        ),
+        ({"per": "page"}, ValueError,
+         "x has shape (2, 3, 4); expected (pages, page_size, heads_kv, head_dim), "
+         "as per is 'page'"),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments_are_named(change: dict[str, Any], error: Any, message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         quantize_kv(**{"x": np.ones((2, 3, 4), np.float32), "dtype": np.int8, **change})

@@ -185,17 +185,14 @@ def test_scalars_are_captured_and_vectors_iterated_over() -> None:
         (lambda score, h: TABLE, TypeError, "index it"),
         (lambda score, h: score + sum(TABLE), TypeError, "index it"),
         (lambda score, h: score + np.add(TABLE, 1, out=TABLE)[0, 0], TypeError, "is written"),
-        (
-            lambda score, h: score + (TABLE * 2)[h, h],
-            TypeError,
-            "Assign an array to a variable outside",
-        ),
+        (lambda score, h: score + (TABLE * 2)[h, h], TypeError,
+         "Assign an array to a variable outside"),
         (lambda score, h: score + TABLE[h, -1], ValueError, "indexed with -1; expected 0 or more"),
         (lambda score, h: score + EMPTY[h], ValueError, "EMPTY has shape .* at least one element"),
         (lambda score, h: score + COMPLEX[h], TypeError, "COMPLEX has dtype complex128"),
         (lambda score, h: score + HUGE[h], ValueError, "HUGE holds 1099511627776"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_read_of_an_array_is_refused(function, error, message) -> None:
     with pytest.raises(error, match=message):
         ScoreMod(function)

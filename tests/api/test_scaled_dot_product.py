@@ -17,14 +17,9 @@ Array = np.ndarray
 
 
 def formula(
-    query: Array,
-    key: Array,
-    value: Array,
-    attn_mask: Array | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
+    *arrays: Array, attn_mask: Any = None, is_causal: bool = False, scale: Any = None
 ) -> Array:
-    query, key, value = (x.astype(np.float64) for x in (query, key, value))
+    query, key, value = (x.astype(np.float64) for x in arrays)
     if query.ndim > 2 and key.shape[-3] != query.shape[-3]:
         group = query.shape[-3] // key.shape[-3]
         key, value = (np.repeat(x, group, axis=-3) for x in (key, value))
@@ -96,9 +91,7 @@ def test_the_causal_mask_is_aligned_at_the_top_left(rng: np.random.Generator) ->
 
 @pytest.mark.parametrize("kind", [np.bool_, np.float32, np.float64])
 @pytest.mark.parametrize("leading", [(), (4,), (2, 4), (3, 2, 4)])
-def test_masks_that_broadcast(
-    leading: tuple[int, ...], kind: Any, rng: np.random.Generator
-) -> None:
+def test_masks_that_broadcast(leading: tuple[int, ...], kind: Any, rng: Any) -> None:
     given = arrays(rng, *leading)
     scores = (*leading, 7, 10)
     shapes = {scores[i:] for i in range(len(scores))}
@@ -108,7 +101,7 @@ def test_masks_that_broadcast(
         if kind is np.bool_:
             mask = rng.random(shape) < 0.6
         found = scaled_dot_product_attention(*given, attn_mask=mask)
-        assert_alike(found, formula(*given, mask), given[2])
+        assert_alike(found, formula(*given, attn_mask=mask), given[2])
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
@@ -117,7 +110,7 @@ def test_a_mask_of_the_dtype_of_query(dtype: Any, rng: np.random.Generator) -> N
     mask = rng.standard_normal((4, 7, 10)).astype(dtype)
     eps = float(ml_dtypes.finfo(dtype).eps) / 8
     found = scaled_dot_product_attention(*given, mask)
-    assert_alike(found, formula(*given, mask), given[2], eps=eps)
+    assert_alike(found, formula(*given, attn_mask=mask), given[2], eps=eps)
 
 
 def test_a_wholly_masked_row_is_zero(rng: np.random.Generator) -> None:
@@ -128,14 +121,12 @@ def test_a_wholly_masked_row_is_zero(rng: np.random.Generator) -> None:
     for mask in (seen, added):
         found = scaled_dot_product_attention(*given, attn_mask=mask)
         assert not found[..., 3, :].any()
-        assert_alike(found, formula(*given, mask), given[2])
+        assert_alike(found, formula(*given, attn_mask=mask), given[2])
 
 
 @pytest.mark.parametrize("leading", [(6,), (2, 6), (2, 3, 6)])
 @pytest.mark.parametrize("heads_kv", [1, 2, 3, 6])
-def test_query_heads_that_share_keys(
-    leading: tuple[int, ...], heads_kv: int, rng: np.random.Generator
-) -> None:
+def test_query_heads_that_share_keys(leading: tuple[int, ...], heads_kv: int, rng: Any) -> None:
     given = arrays(rng, *leading, heads_kv=heads_kv)
     found = scaled_dot_product_attention(*given, is_causal=True, enable_gqa=True)
     assert_alike(found, formula(*given, is_causal=True), given[2])

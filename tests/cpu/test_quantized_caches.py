@@ -227,17 +227,17 @@ COMPUTED = {"compute_scales": True}
 # Changed arguments of a call with int8 caches that have a scale for each head.
 BAD_VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "a shape of scales": ({"v_scale": np.ones(3, np.float32)},
-     r"v_scale has shape \(3,\), which does not broadcast to \(3, 24, 2\)"),
+        r"v_scale has shape \(3,\), which does not broadcast to \(3, 24, 2\)"),
     "an infinite scale": ({"k_scale": np.inf}, "k_scale is inf"),
     "a huge scale": ({"k_scale": 1e39}, "expected a number in the range of float32"),
     "a scale that is read-only": ({"k_scale": READ_ONLY, "v_scale": OF_ROWS, **COMPUTED},
-     "k_scale is read-only"),
+        "k_scale is read-only"),
     "computed without new rows": ({"k": None, "v": None, **COMPUTED},
-     "compute_scales is for new rows; pass k and v"),
+        "compute_scales is for new rows; pass k and v"),
     "computed of heads": (COMPUTED,
-     r"k_scale is of shape \(2,\); expected shape .* a scale for each row and head"),
+        r"k_scale is of shape \(2,\); expected shape .* a scale for each row and head"),
     "computed of nothing": ({"k_scale": None, **COMPUTED},
-     "k_scale is None; expected shape .*, as compute_scales writes a scale"),
+        "k_scale is None; expected shape .*, as compute_scales writes a scale"),
     "computed that are one": (
         {"k_scale": np.broadcast_to(np.float32(1), (3, 24, 2)), "v_scale": OF_ROWS, **COMPUTED},
         "k_scale overlaps itself",
@@ -245,11 +245,11 @@ BAD_VALUES: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 BAD_DTYPES: dict[str, tuple[dict[str, Any], str]] = {
     "two dtypes": ({"v_cache": np.zeros((3, 24, 2, 64), ml_dtypes.float8_e4m3fn)},
-     "k_cache and v_cache must have one dtype, but are int8 and float8_e4m3fn"),
+        "k_cache and v_cache must have one dtype, but are int8 and float8_e4m3fn"),
     "a dtype of scales": ({"k_scale": np.ones(2, np.float16)},
-     "k_scale has dtype float16; expected one of float32"),
+        "k_scale has dtype float16; expected one of float32"),
     "float64": (dict.fromkeys("kv", np.zeros((3, 2, 2, 64))) | {"q": np.zeros((3, 1, 4, 64))},
-     "expected float16, bfloat16 or float32 with 8-bit caches"),
+        "expected float16, bfloat16 or float32 with 8-bit caches"),
     "another dtype of 8 bits": (
         {name: np.zeros((3, 24, 2, 64), ml_dtypes.float8_e5m2) for name in ("k_cache", "v_cache")},
         "k_cache has dtype float8_e5m2; expected one of .*float64, float8_e4m3fn, int8",

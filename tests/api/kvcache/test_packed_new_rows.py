@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import pytest
 from support.calls.sequence_support import KVCacheCase, Truth, to_numpy
+from support.comparisons import assert_same_bits, with_arrays
 from support.draws import few_then_slow
 
 from cupy_flash import attention_with_kvcache_reference, flash_attention_with_kvcache
 
-LENGTHS = (0, 70, 5, 131)
+LENGTHS, CACHES = (0, 70, 5, 131), {"k_cache", "v_cache"}
 CASES = [
     KVCacheCase(LENGTHS, "float32", seqlen_q=3, seqlen_new=6, causal=True),
     KVCacheCase(LENGTHS, "float16", seqlen_q=2, seqlen_new=9, page_size=7, rotary_dim=32),
-    KVCacheCase(
-        LENGTHS,
-        "bfloat16",
-        seqlen_q=5,
-        seqlen_new=5,
-        causal=True,
-        indexed=True,
-        rotary_dim=22,
-        rotary_interleaved=False,
-        head_dim=40,
-        head_dim_v=33,
-    ),
+    KVCacheCase(LENGTHS, "bfloat16", seqlen_q=5, seqlen_new=5, causal=True, indexed=True,
+                rotary_dim=22, rotary_interleaved=False, head_dim=40, head_dim_v=33),
     KVCacheCase(LENGTHS, "float64", seqlen_q=1, seqlen_new=200, causal=True, rotary_dim=64),
     KVCacheCase((9,), "float16", seqlen_q=4, seqlen_new=3, page_size=1, heads_q=8, heads_kv=1),
-]
+]  # fmt: skip
 LIBRARIES = ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)]
 
 
@@ -52,10 +44,12 @@ def packed(case: KVCacheCase, rng: np.random.Generator) -> tuple[dict[str, Any],
 
 
 def converted(arguments: dict[str, Any], xp: Any) -> dict[str, Any]:
-    return {
-        name: xp.asarray(x).copy() if isinstance(x, np.ndarray) else x
-        for name, x in arguments.items()
-    }
+    return with_arrays(lambda array: xp.asarray(array).copy(), arguments)
+
+
+def assert_same_arrays(names: Collection[str], found: Any, expected: Any) -> None:
+    """Assert that the arrays of these names have the same bytes in both mappings."""
+    assert_same_bits(*([to_numpy(x[name]) for name in names] for x in (found, expected)))
 
 
 def call_of_each(arguments: dict[str, Any], counts: np.ndarray, xp: Any) -> dict[str, Any]:
@@ -85,18 +79,12 @@ def test_each_sequence_gets_its_own_rows(
     xp = importlib.import_module(library)
     arguments, counts = packed(case, rng)
     given = converted(arguments, xp)
-    out, lse = flash_attention_with_kvcache(
-        **given,
-        return_lse=True,
-        out=xp.full((*given["q"].shape[:3], case.head_dim_v), np.nan, given["q"].dtype),
-    )
+    into = xp.full((*given["q"].shape[:3], case.head_dim_v), np.nan, given["q"].dtype)
+    out, lse = flash_attention_with_kvcache(**given, return_lse=True, out=into)
     Truth.of_kvcache(arguments).check(out, lse)
-    expected = call_of_each(arguments, counts, xp)
-    for name in ("k_cache", "v_cache"):
-        assert to_numpy(given[name]).tobytes() == to_numpy(expected[name]).tobytes()
-    for name in given.keys() - {"k_cache", "v_cache"}:
-        if isinstance(arguments[name], np.ndarray):
-            assert to_numpy(given[name]).tobytes() == arguments[name].tobytes()
+    assert_same_arrays(CACHES, given, call_of_each(arguments, counts, xp))
+    inputs = [name for name, array in arguments.items() if isinstance(array, np.ndarray)]
+    assert_same_arrays(set(inputs) - CACHES, given, arguments)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -198,10 +186,8 @@ def test_new_rows_of_8_bits_get_their_scales(
     library: str, page_size: int, rng: np.random.Generator
 ) -> None:
     xp = importlib.import_module(library)
-    case = KVCacheCase(
-        LENGTHS, "float16", seqlen_q=2, seqlen_new=6, page_size=page_size, rotary_dim=32, filler=0
-    )
-    arguments, counts = packed(case, rng)
+    sizes = {"seqlen_q": 2, "seqlen_new": 6, "page_size": page_size, "rotary_dim": 32}
+    arguments, counts = packed(KVCacheCase(LENGTHS, "float16", **sizes, filler=0), rng)
     for name in ("k", "v"):
         cache = arguments[f"{name}_cache"]
         arguments[f"{name}_cache"] = rng.integers(-127, 128, cache.shape).astype(np.int8)
@@ -210,8 +196,7 @@ def test_new_rows_of_8_bits_get_their_scales(
     given = converted(arguments, xp)
     flash_attention_with_kvcache(**given)
     expected = call_of_each(arguments, counts, xp)
-    for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
-        assert to_numpy(given[name]).tobytes() == to_numpy(expected[name]).tobytes()
+    assert_same_arrays((*CACHES, "k_scale", "v_scale"), given, expected)
 
 
 @pytest.mark.parametrize("starts", [[0, 0, 0, 0, 0], [3, 3, 3, 3, 3]])
@@ -228,8 +213,7 @@ def test_there_may_be_no_new_rows(
     given = converted(arguments, xp)
     out = flash_attention_with_kvcache(**given)
     Truth.of_kvcache(arguments).check(out)
-    for name in ("k_cache", "v_cache"):
-        assert to_numpy(given[name]).tobytes() == arguments[name].tobytes()
+    assert_same_arrays(CACHES, given, arguments)
 
 
 @pytest.mark.gpu
@@ -287,8 +271,7 @@ def test_wrong_arguments_are_refused_and_nothing_is_written(
     arguments = CASES[0].problem().arguments()
     rows = np.ones((12, 2, 64), np.float32)
     arguments |= {"k": rows, "v": rows, "cu_seqlens_k_new": np.array([0, 3, 6, 9, 12], np.int32)}
-    caches = [arguments[name].copy() for name in ("k_cache", "v_cache")]
+    caches = {name: arguments[name].copy() for name in CACHES}
     with pytest.raises((TypeError, ValueError), match=message):
         flash_attention_with_kvcache(**(arguments | change))
-    for name, cache in zip(("k_cache", "v_cache"), caches, strict=True):
-        assert arguments[name].tobytes() == cache.tobytes()
+    assert_same_arrays(CACHES, arguments, caches)

@@ -68,9 +68,7 @@ def test_pairs_turn_as_complex_numbers(
 
 @pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8])
 @pytest.mark.parametrize("shape", [(2, 13, 3, 12), (13, 3, 12)])
-def test_positions_that_broadcast(
-    shape: tuple[int, ...], kind: Any, rng: np.random.Generator
-) -> None:
+def test_positions_that_broadcast(shape: tuple[int, ...], kind: Any, rng: Any) -> None:
     x = rng.standard_normal(shape)
     cos, sin = tables(rng, 4)
     for of_positions in {shape[:-2], (13,), (1,), (), (*shape[:-3], 1)}:
@@ -83,22 +81,15 @@ def test_positions_that_broadcast(
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_call_with_a_cache_rotates_alike(
-    dtype: Any, interleaved: bool, rng: np.random.Generator
-) -> None:
+def test_a_call_with_a_cache_rotates_alike(dtype: Any, interleaved: bool, rng: Any) -> None:
     k, v = rng.standard_normal((2, 3, 2, 2, 16)).astype(dtype)
     q = rng.standard_normal((3, 2, 4, 16)).astype(dtype)
     cos, sin = tables(rng, 6, np.float64 if dtype is np.float64 else np.float32)
     lengths = np.array([5, 0, 38], np.int32)
     caches = np.zeros((2, 2, 3, ROWS, 2, 16), dtype)
     options = {"cache_seqlens": lengths, "causal": True, "backend": "cpu"}
-    expected = flash_attention_with_kvcache(
-        *(q, *caches[0], k, v),
-        **options,
-        rotary_cos=cos,
-        rotary_sin=sin,
-        rotary_interleaved=interleaved,
-    )
+    turn = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": interleaved}
+    expected = flash_attention_with_kvcache(q, *caches[0], k, v, **options, **turn)
     positions = lengths[:, None] + np.arange(2)
     q, k = (apply_rotary(x, cos, sin, positions, interleaved) for x in (q, k))
     found = flash_attention_with_kvcache(q, *caches[1], k, v, **options)
@@ -108,9 +99,7 @@ def test_a_call_with_a_cache_rotates_alike(
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("shape", [(2, 13, 3, 12), (13, 3, 12)])
-def test_the_pullback_is_the_transpose(
-    shape: tuple[int, ...], interleaved: bool, rng: np.random.Generator
-) -> None:
+def test_the_pullback_is_the_transpose(shape: tuple[int, ...], interleaved: bool, rng: Any) -> None:
     x, dout = rng.standard_normal((2, *shape))
     # Random tables are not rotations, so their transpose differs from the inverse.
     cos, sin = rng.standard_normal((2, ROWS, 4))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.comparisons import assert_all_close, with_arrays
 
 from cupy_flash import (
     MaskMod,
@@ -40,10 +41,6 @@ ROWS, USED = np.array([7, 0, 40, 65]), np.array([3, 0, 40, 0])
 KEYS = np.array([20, 9, 33, 70])
 
 
-def converted(xp: Any, options: dict[str, Any]) -> dict[str, Any]:
-    return {n: xp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
-
-
 def on_host(array: Any) -> np.ndarray:
     host: np.ndarray = array.get() if hasattr(array, "get") else array
     return host
@@ -62,17 +59,14 @@ def test_queries_behind_those_that_are_used_are_left_out(
     placed = options if offsets is None else {**options, "q_offset": np.array(offsets, np.int32)}
     if offsets is not None and not options:
         placed["causal"] = True
-    more = converted(xp, {**placed, "seqused_q": USED.astype(np.int32)})
+    more = with_arrays(xp.asarray, {**placed, "seqused_q": USED.astype(np.int32)})
     arrays = [xp.asarray(x) for x in (q, k, v)]
     lengths = [*map(xp.asarray, (starts, first)), int(ROWS.max()), int(KEYS.max())]
     out, lse = flash_attention_varlen(*arrays, *lengths, **more, return_lse=True)
-    gradients = flash_attention_varlen_backward(
-        *(xp.asarray(dout), *arrays, out, lse, *lengths), **more
-    )
+    inputs = xp.asarray(dout), *arrays
+    gradients = flash_attention_varlen_backward(*inputs, out, lse, *lengths, **more)
     reference = attention_varlen_reference(*arrays, *lengths, **more)
-    of_reference = attention_varlen_backward_reference(
-        *(xp.asarray(dout), *arrays, *lengths), **more
-    )
+    of_reference = attention_varlen_backward_reference(*inputs, *lengths, **more)
     out, lse, *gradients = (on_host(x) for x in (out, lse, *gradients))
 
     expected = np.zeros_like(q), np.full(lse.shape, -np.inf)
@@ -89,11 +83,9 @@ def test_queries_behind_those_that_are_used_are_left_out(
         for total, part, where in zip(right, own_gradients, (rows, keys, keys), strict=True):
             total[where] = part[0]
     for results in ((out, lse), map(on_host, reference)):
-        for found, true in zip(results, expected, strict=True):
-            np.testing.assert_allclose(found, true, rtol=0, atol=1e-12)
+        assert_all_close(results, expected, rtol=0, atol=1e-12)
     for results in (gradients, map(on_host, of_reference)):
-        for found, true in zip(results, right, strict=True):
-            np.testing.assert_allclose(found, true, rtol=0, atol=1e-11)
+        assert_all_close(results, right, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("paged", [False, True])
@@ -113,21 +105,17 @@ def test_padding_at_the_start_of_a_cache_is_left_out(
         for array, found in zip((keys, values), pages, strict=True):
             found[table.ravel()] = array.reshape(9, 16, HEADS_KV, DIM)
         caches, more = tuple(pages), {"block_table": xp.asarray(table.astype(np.int32))}
-    more |= {name: xp.asarray(x) for name, x in (("cache_seqlens", lengths),)}
-    given = converted(xp, {**options, "cache_leftpad": padding}) | more
+    same = {**options, "cache_leftpad": padding, "cache_seqlens": lengths}
+    given = with_arrays(xp.asarray, same) | more
     arrays = [xp.asarray(x) for x in (q, *caches)]
     results = flash_attention_with_kvcache(*arrays, **given, return_lse=True)
     reference = attention_with_kvcache_reference(*arrays, **given)
     for b, (length, first) in enumerate(zip(lengths, padding, strict=True)):
-        own = slice(int(first), int(length))
-        out, lse = attention_reference(
-            *(q[b : b + 1], keys[b : b + 1, own], values[b : b + 1, own]),
-            **options,
-            return_lse=True,
-        )
+        own, one = slice(int(first), int(length)), slice(b, b + 1)
+        inputs = q[one], keys[one, own], values[one, own]
+        expected = [x[0] for x in attention_reference(*inputs, **options, return_lse=True)]
         for found in (results, (reference.out, reference.lse)):
-            np.testing.assert_allclose(on_host(found[0])[b], out[0], rtol=0, atol=1e-12)
-            np.testing.assert_allclose(on_host(found[1])[b], lse[0], rtol=0, atol=1e-12)
+            assert_all_close((on_host(x)[b] for x in found), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("places", [lambda b: 1000 * b, lambda b: 8191 - 1000 * b])

@@ -52,6 +52,15 @@ def slopes(x: Any) -> Any:
     return torch.tensor([0.5, 0.25], device=x.device)
 
 
+def lse_of(x: Any) -> Any:
+    return torch.zeros(1, 1, 2, 5, device=x.device)
+
+
+def stacked(x: Any) -> Any:
+    """Return an array of queries, keys and values that views `x` three times."""
+    return x.expand(3, 5, 2, 8).transpose(0, 1)[None]
+
+
 # Calls in which only the named argument is `lazy`.
 CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "q": lambda x, lazy: cupy_flash.flash_attention(lazy, x, x),
@@ -61,12 +70,8 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "torch q": lambda x, lazy: ct.flash_attention(lazy, x, x),
     "bhsd": lambda x, lazy: ct.flash_attention(x, x, lazy, layout="bhsd"),
     "bias": lambda x, lazy: ct.flash_attention(x, x, x, bias=lazy.mT[:, :1, :1, :1]),
-    "qkvpacked": lambda x, lazy: cupy_flash.flash_attention_qkvpacked(
-        lazy.expand(3, 5, 2, 8).transpose(0, 1)[None]
-    ),
-    "torch qkvpacked": lambda x, lazy: ct.flash_attention_qkvpacked(
-        lazy.expand(3, 5, 2, 8).transpose(0, 1)[None]
-    ),
+    "qkvpacked": lambda x, lazy: cupy_flash.flash_attention_qkvpacked(stacked(lazy)),
+    "torch qkvpacked": lambda x, lazy: ct.flash_attention_qkvpacked(stacked(lazy)),
     "varlen": lambda x, lazy: cupy_flash.flash_attention_varlen(
         x[0], lazy[0], x[0], ends(x), ends(x), 3, 3
     ),
@@ -79,9 +84,7 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "appended": lambda x, lazy: cupy_flash.flash_attention_with_kvcache(
         x, cache_of(x), cache_of(x), lazy, x, cache_seqlens=2
     ),
-    "combine": lambda x, lazy: cupy_flash.combine(
-        lazy[None], torch.zeros(1, 1, 2, 5, device=x.device)
-    )[0],
+    "combine": lambda x, lazy: cupy_flash.combine(lazy[None], lse_of(x))[0],
     "dout": lambda x, lazy: gradients(x, lazy)[1],
     "reference": lambda x, lazy: cupy_flash.attention_reference(x, lazy, x),
 }
@@ -151,7 +154,7 @@ def test_lazy_tensors_are_not_written(lazy: Any, device: str) -> None:
     with pytest.raises(TypeError, match="dk is a lazy view"):
         cupy_flash.flash_attention_backward(x, x, x, x, out, lse, dk=written)
     with pytest.raises(TypeError, match="out is a lazy view"):
-        cupy_flash.combine(x[None], torch.zeros(1, 1, 2, 5, device=device), out=written)
+        cupy_flash.combine(x[None], lse_of(x), out=written)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -26,16 +26,10 @@ def read_only(*shape: int) -> np.ndarray:
 
 
 def arguments(**changed: Any) -> dict[str, Any]:
-    cache = np.zeros((2, 40, 2, 8), np.float32)
-    return {
-        "q": np.ones((2, 1, 4, 8), np.float32),
-        "k_cache": cache,
-        "v_cache": cache.copy(),
-        "k": np.ones((2, 3, 2, 8), np.float32),
-        "v": np.ones((2, 3, 2, 8), np.float32),
-        "cache_seqlens": np.array([5, 37], np.int32),
-        **changed,
-    }
+    caches = {name: np.zeros((2, 40, 2, 8), np.float32) for name in ("k_cache", "v_cache")}
+    new = {name: np.ones((2, 3, 2, 8), np.float32) for name in ("k", "v")}
+    lengths = {"cache_seqlens": np.array([5, 37], np.int32)}
+    return {"q": np.ones((2, 1, 4, 8), np.float32), **caches, **new, **lengths, **changed}
 
 
 @pytest.mark.parametrize(
@@ -186,9 +180,8 @@ def test_lengths_of_shards_are_of_the_lengths_kind() -> None:
     found = parallel.cache_shard_length(np.array([10, 2000], np.int64), 2, 1)
     assert found.dtype == np.int32
     assert found.tolist() == [0, 976]
-    assert parallel.cache_shard_length(np.array([2**31 - 1], np.int32), 2, 1, stripe=2**30 - 1) == [
-        2**30 - 1
-    ]
+    longest = np.array([2**31 - 1], np.int32)
+    assert parallel.cache_shard_length(longest, 2, 1, stripe=2**30 - 1) == [2**30 - 1]
 
 
 def test_ranks_have_as_many_keys_but_for_a_stripe(rng: np.random.Generator) -> None:
@@ -197,9 +190,8 @@ def test_ranks_have_as_many_keys_but_for_a_stripe(rng: np.random.Generator) -> N
         keys = np.arange(seqlen)
         shards = [parallel.cache_shard(keys, ranks, r, axis=0, stripe=stripe) for r in range(ranks)]
         assert sorted(np.concatenate(shards).tolist()) == keys.tolist()
-        lengths = [
-            parallel.cache_shard_length(seqlen, ranks, r, stripe=stripe) for r in range(ranks)
-        ]
+        length = functools.partial(parallel.cache_shard_length, seqlen, ranks, stripe=stripe)
+        lengths = [length(rank) for rank in range(ranks)]
         assert lengths == list(map(len, shards))
         assert max(lengths) - min(lengths) <= stripe
         for rank, own in enumerate(shards):

@@ -37,9 +37,14 @@ def packed(x: Any, **options: Any) -> Any:
     return ct.flash_attention_qkvpacked(torch.stack((x, x, x), 2), **options)
 
 
+def lengths_on(device: Any) -> tuple[Any, ...]:
+    """Return the offsets and the largest lengths of two packed sequences of 4 rows."""
+    ends = torch.tensor([0, 1, 4], dtype=torch.int32, device=device)
+    return ends, ends, 3, 3
+
+
 def varlen(x: Any, **options: Any) -> Any:
-    ends = torch.tensor([0, 1, 4], dtype=torch.int32, device=x.device)
-    return ct.flash_attention_varlen(x[0], x[0], x[0], ends, ends, 3, 3, **options)
+    return ct.flash_attention_varlen(x[0], x[0], x[0], *lengths_on(x.device), **options)
 
 
 def with_lse(x: Any) -> Any:
@@ -52,9 +57,8 @@ def operator(x: Any) -> Any:
 
 
 def operator_varlen(x: Any) -> Any:
-    ends = torch.tensor([0, 1, 4], dtype=torch.int32, device=x.device)
     plain = (None, None, [None] * 8, [-1, -1], None)
-    lengths = (ends, ends, 3, 3, None)
+    lengths = (*lengths_on(x.device), None)
     return torch.ops.cupy_flash.attention_varlen(*[x[0]] * 3, *plain, *lengths, False, None)[0]
 
 
@@ -181,8 +185,7 @@ def plain_packed(x: Any) -> Any:
 
 
 def plain_varlen(x: Any) -> Any:
-    ends = torch.tensor([0, 1, 4], dtype=torch.int32, device=x.device)
-    return cupy_flash.flash_attention_varlen(x[0], x[0], x[0], ends, ends, 3, 3)
+    return cupy_flash.flash_attention_varlen(x[0], x[0], x[0], *lengths_on(x.device))
 
 
 def plain_cached(x: Any) -> Any:

@@ -82,9 +82,7 @@ def test_any_number_of_axes(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("leading", LEADING)
-def test_masks_that_broadcast(
-    leading: tuple[int, ...], device: str, rng: np.random.Generator
-) -> None:
+def test_masks_that_broadcast(leading: tuple[int, ...], device: str, rng: Any) -> None:
     scores = (*leading, 7, 10)
     shapes = {scores[i:] for i in range(len(scores))}
     shapes |= {tuple(n if rng.random() < 0.5 else 1 for n in scores) for _ in range(4)}
@@ -119,9 +117,7 @@ def test_query_heads_that_share_keys(heads_kv: int, rng: np.random.Generator) ->
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.3}, {"dropout_p": 0.0}])
-def test_it_takes_the_place_of_pytorchs_function(
-    options: dict[str, Any], rng: np.random.Generator
-) -> None:
+def test_it_takes_the_place_of_pytorchs_function(options: dict[str, Any], rng: Any) -> None:
     given = inputs(rng, 2, 4)
     found = ct.scaled_dot_product_attention(*given, **options)
     expected = torch.nn.functional.scaled_dot_product_attention(*given, **options)

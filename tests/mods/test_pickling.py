@@ -66,10 +66,8 @@ def test_a_pickled_modification_is_equal(name, protocol) -> None:
 def test_functions_are_pickled_by_name() -> None:
     assert pickle.loads(pickle.dumps(MaskMod(causal))).function is causal
     again = pickle.loads(pickle.dumps(MaskMod(lambda i, j: i >= j)))
-    with pytest.raises(
-        TypeError,
-        match=r"<lambda> is not available, as only its traced form was pickled; use evaluate",
-    ):
+    message = "<lambda> is not available, as only its traced form was pickled; use evaluate"
+    with pytest.raises(TypeError, match=message):
         again.function(1, 2)
 
 

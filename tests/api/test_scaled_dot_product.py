@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support.libraries import dlpack_library, host_array, numpy_library, torch_library
+from support.libraries import HOST_LIBRARIES, host_array
 
 from cupy_flash import UnsupportedError, flash_attention, scaled_dot_product_attention
 from cupy_flash.calls import scaled_dot_product
@@ -157,7 +157,7 @@ def test_four_axes_are_read_in_place(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("library", ["torch", "dlpack"])
 def test_arrays_of_other_libraries(library: str, rng: np.random.Generator) -> None:
-    to = torch_library("cpu") if library == "torch" else dlpack_library(numpy_library())
+    to = HOST_LIBRARIES[library]()
     for leading in ((), (2, 4), (3, 2, 4)):
         given = arrays(rng, *leading)
         mask = rng.standard_normal((7, 10))

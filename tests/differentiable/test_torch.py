@@ -15,8 +15,6 @@ from cupy_flash.calls.gpu import prepared_calls
 torch = pytest.importorskip("torch")
 ct = pytest.importorskip("cupy_flash.torch")
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
 
 def tensors(device: str, *shapes: tuple[int, ...], dtype: Any = None) -> list[Any]:
     return [
@@ -43,7 +41,6 @@ def formula(q: Any, k: Any, v: Any) -> Any:
     return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(1, 2)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 def test_gradients_of_out_and_lse_are_those_of_finite_differences(device: str, layout: str) -> None:
     inputs = qkv(device)
@@ -54,7 +51,6 @@ def test_gradients_of_out_and_lse_are_those_of_finite_differences(device: str, l
     assert torch.autograd.gradcheck(lambda q, k, v: ct.flash_attention(q, k, v, **options), inputs)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_bias_and_sinks_have_gradients_too(device: str) -> None:
     q, k, v = qkv(device)
     bias, sinks = tensors(device, (1, 4, 1, 9), (4,))
@@ -74,7 +70,6 @@ NUMBERS = [[0.1, 0.2, 0.3, 0.4], (0.1, -2, 0.3, 0), 0.25, 1, np.float32(0.5)]
 @pytest.mark.parametrize("values", NUMBERS, ids=repr)
 @pytest.mark.parametrize("function", ["dense", "packed qkv", "varlen"])
 @pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
-@pytest.mark.parametrize("device", DEVICES)
 def test_slopes_and_sinks_may_be_numbers_or_lists(
     device: str, name: str, function: str, values: Any
 ) -> None:
@@ -118,7 +113,6 @@ def test_lists_of_tensors_that_require_a_gradient_are_refused(name: str) -> None
         cupy_flash.flash_attention(plain, plain, plain, **{name: [one] * 4})
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_packed_arrays_and_sequences_are_differentiable(device: str) -> None:
     (packed,) = tensors(device, (2, 6, 3, 2, 4))
     attention = ct.flash_attention_qkvpacked
@@ -132,7 +126,6 @@ def test_packed_arrays_and_sequences_are_differentiable(device: str) -> None:
     assert torch.autograd.gradcheck(varlen, (q, k, v))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_gradient_without_strides_is_read(device: str) -> None:
     inputs = qkv(device)
     expected = torch.autograd.grad(formula(*inputs).sum(), inputs)
@@ -142,7 +135,6 @@ def test_a_gradient_without_strides_is_read(device: str) -> None:
         np.testing.assert_allclose(x.cpu(), y.cpu(), rtol=0, atol=36 * 2**-50)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_used_keys_of_packed_sequences_alone_have_gradients(device: str) -> None:
     q, k, v = tensors(device, (9, 4, 5), (11, 2, 5), (11, 2, 5))
     ends_q, ends_k, used = (integers(device, x) for x in ([0, 4, 9], [0, 3, 11], [2, 8]))
@@ -164,7 +156,6 @@ def test_what_would_have_no_gradient_is_refused() -> None:
     ct.flash_attention(q, k, v, causal=True, alibi_slopes=slopes.detach())
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_capture_that_would_have_no_gradient_is_refused(device: str) -> None:
     (gain,) = tensors(device, (4,))
     with pytest.raises(TypeError, match="gain"):
@@ -255,7 +246,6 @@ def test_an_array_of_queries_keys_and_values_is_checked() -> None:
         ct.flash_attention_qkvpacked(packed.detach().numpy())
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_only_what_is_asked_for_is_computed(device: str) -> None:
     q, k, v = qkv(device)
     k = k.detach()
@@ -278,7 +268,6 @@ class Drop(torch.autograd.Function):
         return None, *gradients
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_what_gets_no_gradient_has_none_instead_of_zeros(device: str, return_lse: bool) -> None:
     q, k, v = qkv(device)
@@ -291,7 +280,6 @@ def test_what_gets_no_gradient_has_none_instead_of_zeros(device: str, return_lse
         assert q.grad is k.grad is v.grad is None
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_without_recording_there_is_no_graph(device: str) -> None:
     q, k, v = qkv(device)
     with torch.no_grad():
@@ -300,7 +288,6 @@ def test_without_recording_there_is_no_graph(device: str) -> None:
     assert not lse.requires_grad
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_second_derivative_is_an_error_and_not_zero(device: str) -> None:
     inputs = qkv(device)
     out = ct.flash_attention(*inputs)

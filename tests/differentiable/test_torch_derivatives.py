@@ -13,7 +13,6 @@ import cupy_flash
 torch = pytest.importorskip("torch")
 ct = pytest.importorskip("cupy_flash.torch")
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Torch's own compiler and tracer use deprecated functions of torch.
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::torch.jit.TracerWarning"
@@ -98,7 +97,6 @@ def double_jvp(attention: Any, x: Any, t: Any) -> Any:
     return torch.autograd.functional.jvp(attention, x, t)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("attention", FUNCTIONS + OPERATORS)
 @pytest.mark.parametrize(
     "derivative", [penalty, backward_twice, product("hvp"), product("vhp"), hessian, double_jvp]
@@ -109,7 +107,6 @@ def test_second_derivatives_are_errors(derivative: Any, attention: Any, device: 
         derivative(attention, x, t)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("attention", FUNCTIONS)
 def test_gradients_in_a_graph_are_those_outside(attention: Any, device: str) -> None:
     """Some optimizers request a graph of gradients without using it."""
@@ -207,7 +204,6 @@ def plain_backward(x: Any) -> Any:
 PLAIN = [plain, plain_packed, plain_varlen, plain_cached, plain_combine, plain_backward]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("attention", FUNCTIONS + PLAIN)
 @pytest.mark.parametrize(
     ("transform", "message"),
@@ -229,7 +225,6 @@ def test_what_memory_does_not_hold_is_refused(
         transform(attention, x, t)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("attention", OPERATORS)
 @pytest.mark.parametrize("transform", [dual, dual_of_parameters, jvp, linearize, jacfwd])
 def test_operators_drop_no_tangent(transform: Any, attention: Any, device: str) -> None:
@@ -237,7 +232,6 @@ def test_operators_drop_no_tangent(transform: Any, attention: Any, device: str) 
         transform(attention, numbers(device), numbers(device))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("transform", [dual, jvp])
 def test_compiled_calls_drop_no_tangent(transform: Any, backend: str, device: str) -> None:
@@ -247,7 +241,6 @@ def test_compiled_calls_drop_no_tangent(transform: Any, backend: str, device: st
         transform(compiled, numbers(device), numbers(device))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_batches_of_gradients_are_refused(device: str) -> None:
     x = numbers(device).requires_grad_()
     out = dense(x)
@@ -255,7 +248,6 @@ def test_batches_of_gradients_are_refused(device: str) -> None:
         torch.autograd.grad(out, x, torch.stack((out, out)).detach(), is_grads_batched=True)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_the_tangent_of_a_modification_is_not_dropped(device: str) -> None:
     import torch.autograd.forward_ad as forward
 
@@ -274,7 +266,6 @@ def test_the_tangent_of_a_modification_is_not_dropped(device: str) -> None:
         assert torch.equal(dense(x), plain(x))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("attention", FUNCTIONS)
 def test_modes_that_look_on_are_let_be(attention: Any, device: str) -> None:
     from torch.utils.flop_counter import FlopCounterMode
@@ -286,7 +277,6 @@ def test_modes_that_look_on_are_let_be(attention: Any, device: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["softmax_scale", "softcap", "alibi_slopes", "gain"])
-@pytest.mark.parametrize("device", DEVICES)
 def test_no_parameter_is_left_without_its_gradient(device: str, name: str) -> None:
     parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.float64, device=device))
     x = numbers(device)
@@ -307,7 +297,6 @@ def test_no_parameter_is_left_without_its_gradient(device: str, name: str) -> No
                 attention(inputs, **options)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("attention", PLAIN)
 def test_plain_functions_name_those_that_record(attention: Any, device: str) -> None:
     x = numbers(device)

@@ -13,7 +13,6 @@ import cupy_flash
 torch = pytest.importorskip("torch")
 ct = pytest.importorskip("cupy_flash.torch")
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Part of torch's message about a saved tensor that was overwritten.
 OVERWRITTEN = "modified by an inplace operation"
 
@@ -139,7 +138,6 @@ def array_of(case: Case, device: str) -> Any:
     return values.to(getattr(torch, case.dtype)).to(device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CASES)
 def test_a_tensor_that_is_overwritten_is_noticed(name: str, device: str) -> None:
     case = CASES[name]
@@ -153,7 +151,6 @@ def test_a_tensor_that_is_overwritten_is_noticed(name: str, device: str) -> None
         assert all(x.grad is None for x in inputs)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CASES)
 def test_hooks_of_saved_tensors_keep_what_was_given(name: str, device: str) -> None:
     """A hook that saves copies allows writes to the arguments, unless the write is noticed."""
@@ -176,7 +173,6 @@ def test_hooks_of_saved_tensors_keep_what_was_given(name: str, device: str) -> N
         array = array_of(case, device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoints_recompute_the_call(name: str, use_reentrant: bool, device: str) -> None:
@@ -192,7 +188,6 @@ def test_checkpoints_recompute_the_call(name: str, use_reentrant: bool, device: 
     assert_equal((x.grad for x in inputs), expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_rows_that_are_overwritten_are_noticed(index: int, device: str) -> None:
     inputs = rows(device)
@@ -203,7 +198,6 @@ def test_rows_that_are_overwritten_are_noticed(index: int, device: str) -> None:
         out.sum().backward()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_results_that_are_overwritten_are_noticed(device: str) -> None:
     out = dense("seqlens_k")(*rows(device), None)
     with torch.no_grad():
@@ -252,7 +246,6 @@ def test_what_is_no_tensor_is_kept_as_it_was(kind: str) -> None:
     assert_equal(torch.autograd.grad(out.square().sum(), inputs), expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["softcap", "softmax_scale", "window_size", "q_offset"])
 def test_numbers_are_kept_as_they_were(name: str, device: str) -> None:
     inputs = rows(device)
@@ -271,7 +264,6 @@ def fresh(device: str, *shapes: tuple[int, ...]) -> list[Any]:
     return [torch.randn(shape, device=device) for shape in shapes]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("compute_scales", [False, True])
 def test_appends_count_as_writes(compute_scales: bool, device: str) -> None:
     q, k, v, k_cache, v_cache = fresh(device, *[(1, 1, 2, 64)] * 3, *[(1, 9, 2, 64)] * 2)
@@ -297,7 +289,6 @@ def test_appends_count_as_writes(compute_scales: bool, device: str) -> None:
     assert [x._version for x in written] == versions
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_an_append_is_seen_by_autograd(device: str) -> None:
     q, k, v, k_cache, v_cache = fresh(device, *[(1, 1, 2, 8)] * 3, *[(1, 9, 2, 8)] * 2)
     weight = torch.randn(8, device=device, requires_grad=True)
@@ -309,7 +300,6 @@ def test_an_append_is_seen_by_autograd(device: str) -> None:
         y.backward()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_caches_of_inference_mode_are_appended_to(device: str) -> None:
     with torch.inference_mode():
         q, k, v, k_cache, v_cache = fresh(device, *[(1, 1, 2, 8)] * 3, *[(1, 9, 2, 8)] * 2)
@@ -317,7 +307,6 @@ def test_caches_of_inference_mode_are_appended_to(device: str) -> None:
         assert torch.equal(k_cache[:, 3], k[:, 0])
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["dense", "qkvpacked", "varlen", "kvcache", "combine"])
 def test_an_out_counts_as_written(name: str, device: str) -> None:
     q = torch.randn(1, 4, 2, 8, device=device)
@@ -338,7 +327,6 @@ def test_an_out_counts_as_written(name: str, device: str) -> None:
         assert out._version == version + 1
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["dense", "qkvpacked", "varlen"])
 def test_given_gradients_count_as_written(name: str, device: str) -> None:
     q, dout = torch.randn(2, 1, 4, 2, 8, device=device)

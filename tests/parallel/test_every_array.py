@@ -14,14 +14,7 @@ import numpy as np
 import pytest
 from support.calls.every_array import PLAIN, functions_of
 from support.comparisons import assert_all_close
-from support.libraries import (
-    Library,
-    dlpack_library,
-    host_array,
-    jax_library,
-    numpy_library,
-    torch_library,
-)
+from support.libraries import HOST_LIBRARIES, host_array
 
 from cupy_flash import attention_reference, flash_attention, flash_attention_backward, parallel
 
@@ -29,11 +22,6 @@ from cupy_flash import attention_reference, flash_attention, flash_attention_bac
 OF_RANKS = frozenset(
     {"axis", "cu_seqlens", "head_ranks", "order", "rank", "ranks", "seqlen", "stripe"}
 )
-LIBRARIES: dict[str, Callable[[], Library]] = {
-    "torch": lambda: torch_library("cpu"),
-    "jax": lambda: jax_library("cpu"),
-    "dlpack": lambda: dlpack_library(numpy_library()),
-}
 
 
 @pytest.fixture(scope="module")
@@ -85,14 +73,14 @@ def arguments() -> list[tuple[Callable[..., Any], str | None]]:
     return found
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("library", HOST_LIBRARIES)
 @pytest.mark.parametrize(
     ("function", "argument"), arguments(), ids=lambda x: getattr(x, "__name__", str(x))
 )
 def test_arrays_of_other_libraries_give_the_same_or_a_message(
     function: Callable[..., Any], argument: str | None, library: str, group: Any
 ) -> None:
-    to = LIBRARIES[library]()
+    to = HOST_LIBRARIES[library]()
     given = given_to(function, group, argument)
     expected = function(**given)
     for name in [n for n, value in given.items() if isinstance(value, np.ndarray)]:

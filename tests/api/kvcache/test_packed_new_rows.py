@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Collection
 from typing import Any
 
@@ -23,7 +22,6 @@ CASES = [
     KVCacheCase(LENGTHS, "float64", seqlen_q=1, seqlen_new=200, causal=True, rotary_dim=64),
     KVCacheCase((9,), "float16", seqlen_q=4, seqlen_new=3, page_size=1, heads_q=8, heads_kv=1),
 ]  # fmt: skip
-LIBRARIES = ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)]
 
 
 def packed(case: KVCacheCase, rng: np.random.Generator) -> tuple[dict[str, Any], np.ndarray]:
@@ -72,11 +70,9 @@ def call_of_each(arguments: dict[str, Any], counts: np.ndarray, xp: Any) -> dict
 
 @pytest.mark.parametrize("draw", few_then_slow(range(6), 1))
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("library", LIBRARIES)
 def test_each_sequence_gets_its_own_rows(
-    library: str, case: KVCacheCase, draw: int, rng: np.random.Generator
+    xp: Any, case: KVCacheCase, draw: int, rng: np.random.Generator
 ) -> None:
-    xp = importlib.import_module(library)
     arguments, counts = packed(case, rng)
     given = converted(arguments, xp)
     into = xp.full((*given["q"].shape[:3], case.head_dim_v), np.nan, given["q"].dtype)
@@ -87,11 +83,9 @@ def test_each_sequence_gets_its_own_rows(
     assert_same_arrays(set(inputs) - CACHES, given, arguments)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
 def test_a_length_of_all_and_other_positions_may_be_given(
-    library: str, rng: np.random.Generator
+    xp: Any, rng: np.random.Generator
 ) -> None:
-    xp = importlib.import_module(library)
     case = KVCacheCase((40, 40, 40), "float64", seqlen_q=2, seqlen_new=5, causal=True, rotary_dim=8)
     arguments, counts = packed(case, rng)
     arguments["rotary_seqlens"] = np.array([3, 0, 31], np.int32)
@@ -103,9 +97,7 @@ def test_a_length_of_all_and_other_positions_may_be_given(
     assert counts.sum() == arguments["cu_seqlens_k_new"][-1] - arguments["cu_seqlens_k_new"][0]
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_keys_may_hold_the_values(library: str, rng: np.random.Generator) -> None:
-    xp = importlib.import_module(library)
+def test_keys_may_hold_the_values(xp: Any, rng: np.random.Generator) -> None:
     case = KVCacheCase(LENGTHS, "float16", seqlen_new=4, heads_kv=1, head_dim_v=48, page_size=16)
     arguments, counts = packed(case, rng)
     arguments |= {"v": None, "v_cache": None, "head_dim_v": 48}
@@ -121,9 +113,7 @@ def test_keys_may_hold_the_values(library: str, rng: np.random.Generator) -> Non
 
 
 @pytest.mark.parametrize("sizes", [{"batch": 0}, {"seqlen_q": 0}], ids=str)
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_there_may_be_no_queries(library: str, sizes: dict[str, int]) -> None:
-    xp = importlib.import_module(library)
+def test_there_may_be_no_queries(xp: Any, sizes: dict[str, int]) -> None:
     batch, seqlen_q = sizes.get("batch", 3), sizes.get("seqlen_q", 2)
     rows = xp.ones((batch, 2, 8), np.float32)
     k_cache, v_cache = xp.zeros((2, 3, 16, 2, 8), np.float32)
@@ -181,11 +171,9 @@ def test_a_replayed_graph_reads_the_offsets_anew(rng: np.random.Generator) -> No
 
 
 @pytest.mark.parametrize("page_size", [0, 16])
-@pytest.mark.parametrize("library", LIBRARIES)
 def test_new_rows_of_8_bits_get_their_scales(
-    library: str, page_size: int, rng: np.random.Generator
+    xp: Any, page_size: int, rng: np.random.Generator
 ) -> None:
-    xp = importlib.import_module(library)
     sizes = {"seqlen_q": 2, "seqlen_new": 6, "page_size": page_size, "rotary_dim": 32}
     arguments, counts = packed(KVCacheCase(LENGTHS, "float16", **sizes, filler=0), rng)
     for name in ("k", "v"):
@@ -201,11 +189,9 @@ def test_new_rows_of_8_bits_get_their_scales(
 
 @pytest.mark.parametrize("starts", [[0, 0, 0, 0, 0], [3, 3, 3, 3, 3]])
 @pytest.mark.parametrize("rows", [0, 4])
-@pytest.mark.parametrize("library", LIBRARIES)
 def test_there_may_be_no_new_rows(
-    library: str, rows: int, starts: list[int], rng: np.random.Generator
+    xp: Any, rows: int, starts: list[int], rng: np.random.Generator
 ) -> None:
-    xp = importlib.import_module(library)
     arguments = CASES[0].problem().arguments()
     none = rng.standard_normal((rows, 2, 64)).astype(np.float32)
     starts = [min(start, rows) for start in starts]

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.calls.quantized_support import CACHE_DTYPES
-from support.libraries import dlpack_library, host_array, numpy_library, torch_library
+from support.libraries import HOST_LIBRARIES, host_array
 
 from cupy_flash import (
     attention_varlen_reference,
@@ -166,7 +166,7 @@ def test_float8_codes_are_those_of_ml_dtypes(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("library", ["torch", "dlpack"])
 @pytest.mark.parametrize("stored", CACHE_DTYPES)
 def test_arrays_of_other_libraries(stored: str, library: str, rng: np.random.Generator) -> None:
-    to = torch_library("cpu") if library == "torch" else dlpack_library(numpy_library())
+    to = HOST_LIBRARIES[library]()
     if library == "dlpack" and stored == "float8_e4m3fn":
         pytest.skip("DLPack of NumPy has no float8")
     x = spread(rng, (5, 8, 3, 20))

@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support.libraries import dlpack_library, host_array, numpy_library, torch_library
+from support.libraries import HOST_LIBRARIES, host_array
 
 from cupy_flash import apply_rotary, apply_rotary_vjp, flash_attention_with_kvcache
 
@@ -120,7 +120,7 @@ def test_the_pullback_is_the_transpose(shape: tuple[int, ...], interleaved: bool
 
 @pytest.mark.parametrize("library", ["torch", "dlpack"])
 def test_arrays_of_other_libraries(library: str, rng: np.random.Generator) -> None:
-    to = torch_library("cpu") if library == "torch" else dlpack_library(numpy_library())
+    to = HOST_LIBRARIES[library]()
     x = rng.standard_normal((2, 13, 3, 12), np.float32)
     cos, sin = tables(rng, 6, np.float32)
     positions = rng.integers(ROWS, size=(2, 13))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import numpy as np
@@ -26,11 +25,9 @@ OPTIONS = [
 
 @pytest.mark.parametrize("starts", [None, STARTS], ids=["lengths", "starts"])
 @pytest.mark.parametrize(("options", "advances"), OPTIONS, ids=str)
-@pytest.mark.parametrize("library", ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
 def test_queries_with_places_are_rotated_by_their_own(
-    library: str, options: dict[str, Any], advances: bool, starts: np.ndarray | None, rng: Any
+    xp: Any, options: dict[str, Any], advances: bool, starts: np.ndarray | None, rng: Any
 ) -> None:
-    xp = importlib.import_module(library)
     q, k, v = (xp.asarray(rng.standard_normal((3, ROWS, 2, DIM))) for _ in range(3))
     k_cache, v_cache = (xp.asarray(rng.standard_normal((3, CAPACITY, 2, DIM))) for _ in range(2))
     angles = rng.uniform(-3, 3, (64, DIM // 2))

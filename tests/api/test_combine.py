@@ -134,9 +134,6 @@ def test_causal_parts_leave_rows_that_one_of_them_does_not_see(rng):
     assert all(max_error(*pair) <= 1e-14 for pair in zip(found, whole, strict=True))
 
 
-# Calls on NumPy arrays
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_random_parts_are_merged_to_the_precision_of_their_sums(rng, dtype, shape):
@@ -239,9 +236,6 @@ def test_no_rows_give_empty_results(shape):
     out, lse = combine(*random_parts(np.random.default_rng(0), "float32", shape))
     assert out.shape == shape[1:]
     assert lse.size == 0
-
-
-# Errors
 
 
 def parts(**changes):
@@ -391,9 +385,6 @@ def test_every_member_of_the_struct_is_asserted_in_the_unit():
 def test_lengths_and_splits_share_one_kernel():
     other = spec(num_splits=9, batch=7, seqlen_q=1, heads_q=64, head_dim_v=100)
     assert combine_unit(other).text == combine_unit(spec()).text
-
-
-# Compilation
 
 
 @pytest.mark.slow

@@ -509,9 +509,6 @@ def test_arrays_on_a_gpu_are_not_computed_on_the_cpu(gpu):
         flash_attention_varlen(**on(gpu), backend="cpu")
 
 
-# The plan
-
-
 @pytest.mark.parametrize("pages", [0, 31])
 def test_a_plan_is_what_the_call_is_computed_by(gpu, pages):
     paged = {name: gpu.array(pages, 16, 3, dim) for name, dim in (("k", 40), ("v", 72))}

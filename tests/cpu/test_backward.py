@@ -55,9 +55,6 @@ def test_gradients_are_right(kind: str, dtype: str, number: int, rng: Any) -> No
     check_gradients(call, call.run(np, backend="cpu", tile=tile))
 
 
-# Scratch
-
-
 @pytest.mark.parametrize(
     ("batch", "heads", "seqlen_q", "seqlen_k", "dim"),
     [(128, 12, 1, 197, 64), (64, 8, 1, 512, 64), (2048, 1, 1, 256, 4), (64, 32, 2, 128, 128)],
@@ -260,9 +257,6 @@ def test_what_a_plan_accepts_is_computed_and_the_default_tile_is_accepted(rng: A
     assert accepted > 60
 
 
-# Bitwise reproducibility
-
-
 BIASES = {
     "of all pairs": (2, 6, 70, 90), "of all sequences": (1, 6, 70, 90),
     "of all heads": (2, 1, 70, 90), "of all rows": (2, 6, 1, 90), "of all keys": (2, 6, 70, 1),
@@ -322,9 +316,6 @@ def test_threads_do_not_change_a_bit_of_packed_gradients(rng: Any, monkeypatch: 
     options |= {"wrt": ("k", "bias", "q", "v"), "tile": Tile(4, 16)}
     call = functools.partial(flash_attention_varlen_backward, dout, q, k, v, out, lse, *lengths)
     on_threads(monkeypatch, functools.partial(call, **options))
-
-
-# Masks
 
 
 def test_a_hidden_value_leaves_no_trace(rng: Any) -> None:
@@ -460,9 +451,6 @@ def test_tiles_that_a_mask_hides_are_skipped(rng: Any, monkeypatch: Any) -> None
         assert sum(taken) == 2 * 96
 
 
-# Resources
-
-
 def test_memory_does_not_grow_with_the_score_matrix(rng: Any) -> None:
     seqlen = 6000
     q, k, v, dout = rng.standard_normal((4, 1, seqlen, 1, 8)).astype(np.float16)
@@ -477,9 +465,6 @@ def test_a_tile_too_large_for_scratch_is_refused(rng: Any) -> None:
     lse = np.zeros((1, 1, 5000), np.float32)
     with pytest.raises(ValueError, match="scratch per worker"):
         flash_attention_backward(dout, q, k, v, v, lse, tile=Tile(2000, 5000), backend="cpu")
-
-
-# Ordered accumulation
 
 
 def test_an_item_waits_until_those_before_it_have_passed() -> None:

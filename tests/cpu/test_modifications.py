@@ -35,8 +35,6 @@ BC = 8
 TILE = Tile(4, BC)
 HEADS = [(1, 1), (4, 2), (6, 2), (3, 1), (2, 2)]
 
-# Calls
-
 
 @dataclass
 class Call:

@@ -16,9 +16,7 @@ ct = pytest.importorskip("cupy_flash.torch")
 LEADING = [(), (4,), (2, 4), (3, 2, 4)]
 
 
-def inputs(
-    rng: np.random.Generator, *leading: int, device: str = "cpu", heads_kv: int | None = None
-) -> list[Any]:
+def inputs(rng: Any, *leading: int, device: str = "cpu", heads_kv: int | None = None) -> list[Any]:
     """Return random query, key and value tensors in float64."""
     of_keys = leading if heads_kv is None else (*leading[:-1], heads_kv)
     shapes = ((*leading, 7, 5), (*of_keys, 10, 5), (*of_keys, 10, 3))

@@ -138,9 +138,6 @@ def test_another_program_reads_a_pickle_of_what_it_does_not_have(tmp_path) -> No
     assert mask.evaluate(0, 0, 3, np.arange(6)).sum() == 3
 
 
-# ---- Equality
-
-
 def test_captured_values_tell_modifications_apart() -> None:
     def make(x: Any, n: Any) -> ScoreMod:
         return ScoreMod(lambda score, h, x, n: score + x[h] * n, x=x, n=n)

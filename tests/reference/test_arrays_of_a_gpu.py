@@ -123,9 +123,7 @@ def test_scales_of_host_arrays_may_lie_on_a_gpu(rng: np.random.Generator) -> Non
     np.testing.assert_array_equal(found, expected)
 
 
-def dense(
-    rng: np.random.Generator, function: Callable[..., Any], *lengths: Any, **scales: Any
-) -> Any:
+def dense(rng: Any, function: Callable[..., Any], *lengths: Any, **scales: Any) -> Any:
     """Return a call with float8 arrays, which are packed if lengths are given."""
 
     def call(convert: Callable[[Any], Any]) -> Any:

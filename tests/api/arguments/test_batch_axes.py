@@ -211,9 +211,6 @@ def test_no_sequences_are_computed(rng):
     assert lse.shape == (2, 0, 3, HEADS, SEQLEN_Q)
 
 
-# Calls on a fake GPU: arrays have no memory, and kernels do not run
-
-
 SHAPES = {"q": (113, 6, 40), "k": (203, 3, 40), "v": (203, 3, 72)}
 
 

@@ -286,9 +286,6 @@ def test_elements_between_the_fields_of_records_are_read(rng):
     np.testing.assert_array_equal(flash_attention(q, records["row"], v), flash_attention(q, k, v))
 
 
-# Calls on a fake GPU: arrays have no memory, and kernels do not run
-
-
 def packed_on(gpu, **changes):
     return {
         "q": gpu.array(113, 6, 40),

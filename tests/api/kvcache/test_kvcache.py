@@ -771,9 +771,6 @@ def test_wrong_lengths_on_a_gpu_are_refused_with_the_remedy(gpu, lengths_on, mes
         flash_attention_with_kvcache(**on(gpu, cache_seqlens=lengths_on(gpu)))
 
 
-# The plan
-
-
 def test_a_plan_is_what_the_call_is_computed_by(gpu):
     arguments = appending(gpu, causal=True, batch_invariant=True)
     flash_attention_with_kvcache(**arguments)

@@ -70,9 +70,7 @@ def call_of_each(arguments: dict[str, Any], counts: np.ndarray, xp: Any) -> dict
 
 @pytest.mark.parametrize("draw", few_then_slow(range(6), 1))
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_each_sequence_gets_its_own_rows(
-    xp: Any, case: KVCacheCase, draw: int, rng: np.random.Generator
-) -> None:
+def test_each_sequence_gets_its_own_rows(xp: Any, case: KVCacheCase, draw: int, rng: Any) -> None:
     arguments, counts = packed(case, rng)
     given = converted(arguments, xp)
     into = xp.full((*given["q"].shape[:3], case.head_dim_v), np.nan, given["q"].dtype)
@@ -83,9 +81,7 @@ def test_each_sequence_gets_its_own_rows(
     assert_same_arrays(set(inputs) - CACHES, given, arguments)
 
 
-def test_a_length_of_all_and_other_positions_may_be_given(
-    xp: Any, rng: np.random.Generator
-) -> None:
+def test_a_length_of_all_and_other_positions_may_be_given(xp: Any, rng: Any) -> None:
     case = KVCacheCase((40, 40, 40), "float64", seqlen_q=2, seqlen_new=5, causal=True, rotary_dim=8)
     arguments, counts = packed(case, rng)
     arguments["rotary_seqlens"] = np.array([3, 0, 31], np.int32)
@@ -171,9 +167,7 @@ def test_a_replayed_graph_reads_the_offsets_anew(rng: np.random.Generator) -> No
 
 
 @pytest.mark.parametrize("page_size", [0, 16])
-def test_new_rows_of_8_bits_get_their_scales(
-    xp: Any, page_size: int, rng: np.random.Generator
-) -> None:
+def test_new_rows_of_8_bits_get_their_scales(xp: Any, page_size: int, rng: Any) -> None:
     sizes = {"seqlen_q": 2, "seqlen_new": 6, "page_size": page_size, "rotary_dim": 32}
     arguments, counts = packed(KVCacheCase(LENGTHS, "float16", **sizes, filler=0), rng)
     for name in ("k", "v"):
@@ -189,9 +183,7 @@ def test_new_rows_of_8_bits_get_their_scales(
 
 @pytest.mark.parametrize("starts", [[0, 0, 0, 0, 0], [3, 3, 3, 3, 3]])
 @pytest.mark.parametrize("rows", [0, 4])
-def test_there_may_be_no_new_rows(
-    xp: Any, rows: int, starts: list[int], rng: np.random.Generator
-) -> None:
+def test_there_may_be_no_new_rows(xp: Any, rows: int, starts: list[int], rng: Any) -> None:
     arguments = CASES[0].problem().arguments()
     none = rng.standard_normal((rows, 2, 64)).astype(np.float32)
     starts = [min(start, rows) for start in starts]

@@ -177,9 +177,6 @@ def test_the_variable_asks_for_checks(value: str, expected: bool) -> None:
     assert found.stdout.strip() == str(expected)
 
 
-# Calls on a GPU
-
-
 @pytest.fixture(params=[None, "0", "1"])
 def is_enabled(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Whether the environment variable, read at import, enables the checks."""

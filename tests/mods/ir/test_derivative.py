@@ -297,9 +297,6 @@ def test_deep_nests_of_choices_stay_small() -> None:
     assert len(list(postorder(graph))) < 10_000
 
 
-# ---- The interpreter
-
-
 @pytest.mark.parametrize("name", GALLERY)
 def test_graphs_are_computed_on_arrays_as_the_functions_compute(name, rng) -> None:
     mod, columns = GALLERY[name], of_pairs(pairs(rng, 2000))
@@ -324,9 +321,6 @@ def test_slopes_have_the_dtype_of_scores_and_broadcast_as_positions_do() -> None
     assert mod.derivative(scores.astype(np.float64), 0, 0, i, j).dtype == np.float64
     one = ScoreMod(lambda score: score + 1).derivative(scores, 0, 0, i, j)
     assert (one, one.dtype, one.shape) == (1, np.float32, ())
-
-
-# ---- CUDA source
 
 
 def test_the_derivative_of_cuda_text_is_that_of_the_function_beside_it() -> None:

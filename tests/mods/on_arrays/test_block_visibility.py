@@ -145,9 +145,6 @@ def test_functions_that_are_not_traced_have_no_blocks() -> None:
     assert block_visibility_of(mod, positions(1, 1, 0, 9, 9), 4, 4, np.float32) is None
 
 
-# Calls
-
-
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward_pass, "KEYS_OF_BLOCK", 8)

@@ -7,6 +7,7 @@ import logging
 import ml_dtypes
 import numpy as np
 import pytest
+from support.comparisons import assert_all_equal
 from support.foreign import Foreign
 
 import cupy_flash
@@ -29,12 +30,9 @@ RAGGED = [(113, 203), (1, 239), (799, 3), (64, 64), (5, 0), (0, 7)]
 
 
 def random_qkv(rng, seqlen_q=113, seqlen_k=203, *, dtype=np.float32, heads=(6, 3), dims=(40, 72)):
-    shapes = [
-        (2, seqlen_q, heads[0], dims[0]),
-        (2, seqlen_k, heads[1], dims[0]),
-        (2, seqlen_k, heads[1], dims[1]),
-    ]
-    return tuple(rng.standard_normal(shape).astype(dtype) for shape in shapes)
+    of_q, of_k = (seqlen_q, heads[0], dims[0]), (seqlen_k, heads[1], dims[0])
+    shapes = of_q, of_k, (seqlen_k, heads[1], dims[1])
+    return tuple(rng.standard_normal((2, *shape)).astype(dtype) for shape in shapes)
 
 
 def poisoned(shape, dtype):
@@ -98,11 +96,10 @@ def test_bhsd_arrays_are_read_and_answered_in_their_own_layout(rng):
     q, k, v = random_qkv(rng)
     turned = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v)]
     options = {"causal": True, "return_lse": True, "backend": "cpu"}
-    out, lse = flash_attention(q, k, v, **options)
+    expected = flash_attention(q, k, v, **options)
     turned_out, turned_lse = flash_attention(*turned, layout="bhsd", **options)
     assert turned_out.shape == (2, 6, 113, 72)
-    np.testing.assert_array_equal(turned_out.swapaxes(1, 2), out)
-    np.testing.assert_array_equal(turned_lse, lse)
+    assert_all_equal((turned_out.swapaxes(1, 2), turned_lse), expected)
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
@@ -149,8 +146,7 @@ def test_inputs_are_left_as_they_were_and_may_be_read_only(rng):
     for x in arrays:
         x.flags.writeable = False
     flash_attention(*arrays, causal=True, backend="cpu")
-    for x, copy in zip(arrays, before, strict=True):
-        np.testing.assert_array_equal(x, copy)
+    assert_all_equal(arrays, before)
 
 
 def test_a_call_gives_the_same_bits_every_time(rng):
@@ -168,11 +164,9 @@ def test_a_tile_may_be_asked_for_on_the_cpu_too(rng, tile):
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_qkv_equals_its_three_parts(rng, causal):
     qkv = rng.standard_normal((2, 113, 3, 4, 40)).astype(np.float32)
-    out, lse = flash_attention_qkvpacked(qkv, causal=causal, return_lse=True, backend="cpu")
+    options = {"causal": causal, "return_lse": True, "backend": "cpu"}
     parts = [np.ascontiguousarray(qkv[:, :, i]) for i in range(3)]
-    expected, expected_lse = flash_attention(*parts, causal=causal, return_lse=True, backend="cpu")
-    np.testing.assert_array_equal(out, expected)
-    np.testing.assert_array_equal(lse, expected_lse)
+    assert_all_equal(flash_attention_qkvpacked(qkv, **options), flash_attention(*parts, **options))
 
 
 @pytest.mark.parametrize("shape", [(2, 113, 4, 40), (2, 113, 2, 4, 40), (3, 2, 113, 4, 40)])
@@ -182,9 +176,8 @@ def test_what_is_not_packed_in_threes_is_refused_with_its_shape(shape):
 
 
 def test_packed_qkv_has_one_layout():
-    with pytest.raises(
-        ValueError, match="layout is 'bhsd'; expected 'bshd', the only layout of qkv"
-    ):
+    message = "layout is 'bhsd'; expected 'bshd', the only layout of qkv"
+    with pytest.raises(ValueError, match=message):
         flash_attention_qkvpacked(np.zeros((1, 5, 3, 2, 8), np.float32), layout="bhsd")
 
 
@@ -255,60 +248,30 @@ def test_a_plan_knows_the_alignment_and_what_would_be_copied(rng):
     shifted = [np.zeros((*x.shape[:3], 65), np.float16)[..., 1:] for x in (q, k, v)]
     assert plan(flash_attention, *shifted, arch="sm_90").problem.alignment == 2
     spread = np.zeros((*k.shape[:3], 128), np.float16)[..., ::2]
-    assert plan(flash_attention, q, spread, v, arch="sm_90").problem.tensors["k"].strides == (
-        203 * 3 * 64,
-        3 * 64,
-        64,
-    )
+    strides = plan(flash_attention, q, spread, v, arch="sm_90").problem.tensors["k"].strides
+    assert strides == (203 * 3 * 64, 3 * 64, 64)
 
 
 def test_planning_does_not_look_at_the_values(rng):
     q, k, v = random_qkv(rng)
-    poisoned_q = np.full_like(q, np.nan)
-    assert plan(flash_attention, q, k, v, backend="cpu") == plan(
-        flash_attention, poisoned_q, k, v, backend="cpu"
-    )
+    made = plan(flash_attention, q, k, v, backend="cpu")
+    assert made == plan(flash_attention, np.full_like(q, np.nan), k, v, backend="cpu")
+
+
+PUBLIC_NAMES = """
+BlockList CompileError CupyFlashError MaskMod Modifications Plan ScoreMod Tile UnsupportedError
+apply_rotary apply_rotary_vjp attention_backward_reference attention_reference
+attention_varlen_backward_reference attention_varlen_reference attention_with_kvcache_reference
+check_mod combine flash_attention flash_attention_backward flash_attention_qkvpacked
+flash_attention_qkvpacked_backward flash_attention_qkvpacked_vjp flash_attention_varlen
+flash_attention_varlen_backward flash_attention_varlen_vjp flash_attention_vjp
+flash_attention_with_kvcache plan plan_backward plan_varlen plan_with_kvcache plot_mask quantize_kv
+scaled_dot_product_attention seen_pairs
+"""
 
 
 def test_what_is_seen_of_the_package_is_what_it_promises():
-    assert set(cupy_flash.__all__) == {
-        "BlockList",
-        "CompileError",
-        "CupyFlashError",
-        "MaskMod",
-        "Modifications",
-        "Plan",
-        "ScoreMod",
-        "Tile",
-        "UnsupportedError",
-        "apply_rotary",
-        "apply_rotary_vjp",
-        "attention_backward_reference",
-        "attention_reference",
-        "attention_varlen_backward_reference",
-        "attention_varlen_reference",
-        "attention_with_kvcache_reference",
-        "check_mod",
-        "combine",
-        "flash_attention",
-        "flash_attention_backward",
-        "flash_attention_qkvpacked",
-        "flash_attention_qkvpacked_backward",
-        "flash_attention_qkvpacked_vjp",
-        "flash_attention_varlen",
-        "flash_attention_varlen_backward",
-        "flash_attention_varlen_vjp",
-        "flash_attention_vjp",
-        "flash_attention_with_kvcache",
-        "plan",
-        "plan_backward",
-        "plan_varlen",
-        "plan_with_kvcache",
-        "plot_mask",
-        "quantize_kv",
-        "scaled_dot_product_attention",
-        "seen_pairs",
-    }
+    assert set(cupy_flash.__all__) == set(PUBLIC_NAMES.split())
     assert all(hasattr(cupy_flash, name) for name in cupy_flash.__all__)
     assert issubclass(UnsupportedError, ValueError)
 
@@ -353,9 +316,8 @@ def test_a_scale_that_changes_in_place_counts_as_it_is_now(rng):
     for value in (0.1, 0.9):
         scale[...] = value
         given = flash_attention(q, k, v, softmax_scale=scale.item(), backend="cpu")
-        np.testing.assert_array_equal(
-            flash_attention(q, k, v, softmax_scale=np.float32(scale), backend="cpu"), given
-        )
+        found = flash_attention(q, k, v, softmax_scale=np.float32(scale), backend="cpu")
+        np.testing.assert_array_equal(found, given)
 
 
 def test_options_of_a_wrong_type_are_refused_after_the_same_right_call(rng):

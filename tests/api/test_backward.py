@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import tracemalloc
 from typing import Any
 
 import numpy as np
 import pytest
 from support import refusals
+from support.comparisons import assert_all_close, assert_same_bits, peak_memory
 from support.foreign import Foreign
 
 from cupy_flash import (
@@ -51,13 +51,10 @@ def test_a_plan_allocates_nothing(where: dict[str, Any]) -> None:
     strided = np.lib.stride_tricks.as_strided(row, q.shape, (0, 0, 0, 4))
     for array in (q, strided):
         for function in (flash_attention, flash_attention_backward):
-            # The first iteration imports modules and fills caches, which stay allocated.
-            for _ in range(2):
-                tracemalloc.start()
-                plan(function, q=array, k=array, v=array, **where)
-                peak = tracemalloc.get_traced_memory()[1]
-                tracemalloc.stop()
-            assert peak < 1 << 20, function.__name__
+            call = functools.partial(plan, function, q=array, k=array, v=array, **where)
+            # The first call imports modules and fills caches, which stay allocated.
+            call()
+            assert peak_memory(call) < 1 << 20, function.__name__
 
 
 def test_the_pullback_gives_what_the_backward_call_does(rng: Any) -> None:
@@ -66,22 +63,20 @@ def test_the_pullback_gives_what_the_backward_call_does(rng: Any) -> None:
     (out, lse), pullback = flash_attention_vjp(q, k, v, return_lse=True, **options)
     expected = flash_attention_backward(dout, q, k, v, out, lse, dlse=lse, **options)
     for _ in range(2):
-        found = pullback(dout, lse)
-        assert [x.tobytes() for x in found] == [x.tobytes() for x in expected]
+        assert_same_bits(pullback(dout, lse), expected)
 
 
 def test_gradients_of_packed_qkv_lie_in_one_array(rng: Any) -> None:
     qkv = rng.standard_normal((2, 40, 3, 4, 16)).astype(np.float32)
     dout = rng.standard_normal((2, 40, 4, 16)).astype(np.float32)
-    out, lse = flash_attention_qkvpacked(qkv, causal=True, return_lse=True, backend="cpu")
-    given = np.full_like(qkv, np.nan)
     same: dict[str, Any] = {"causal": True, "backend": "cpu"}
+    out, lse = flash_attention_qkvpacked(qkv, return_lse=True, **same)
+    given = np.full_like(qkv, np.nan)
     found = flash_attention_qkvpacked_backward(dout, qkv, out, lse, dqkv=given, **same)
     assert found is given
     parts = [qkv[:, :, i] for i in range(3)]
     expected = flash_attention_backward(dout, *parts, out, lse, **same)
-    for i, gradient in enumerate(expected):
-        assert found[:, :, i].tobytes() == gradient.tobytes()
+    assert_same_bits((found[:, :, i] for i in range(3)), expected)
     new = flash_attention_qkvpacked_backward(dout, qkv, out, lse, **same)
     assert new.tobytes() == found.tobytes()
 
@@ -89,55 +84,41 @@ def test_gradients_of_packed_qkv_lie_in_one_array(rng: Any) -> None:
 def test_gradients_of_packed_qkv_and_of_modifications_come_in_the_order_of_wrt(rng: Any) -> None:
     qkv = rng.standard_normal((2, 40, 3, 4, 16)).astype(np.float32)
     dout = rng.standard_normal((2, 40, 4, 16)).astype(np.float32)
-    gain = ScoreMod(
-        lambda score, h, gain: gain[h] * score,
-        gain=np.ones(4, np.float32),
-        differentiable=("gain",),
-    )
-    sinks = np.zeros(4, np.float32)
-    options: dict[str, Any] = {"score_mod": gain, "sinks": sinks, "backend": "cpu"}
+    options: dict[str, Any] = {"score_mod": gain_of_heads(), "backend": "cpu"}
+    options["sinks"] = np.zeros(4, np.float32)
     (out, lse), pullback = flash_attention_qkvpacked_vjp(qkv, return_lse=True, **options)
     parts = [qkv[:, :, i] for i in range(3)]
     names = ("q", "k", "v", "sinks", "score_mod.gain")
     expected = flash_attention_backward(dout, *parts, out, lse, wrt=names, **options)
     dqkv, dgain = pullback(dout)
-    for i in range(3):
-        assert dqkv[:, :, i].tobytes() == expected[i].tobytes()
-    assert dgain.tobytes() == expected[4].tobytes()
-    arrays_of_call = dout, qkv, out, lse
-    wrt = ("sinks", "qkv", "score_mod.gain")
-    found = flash_attention_qkvpacked_backward(*arrays_of_call, wrt=wrt, **options)
-    right = [expected[3], dqkv, expected[4]]
-    assert [x.tobytes() for x in found] == [x.tobytes() for x in right]
-    (alone,) = flash_attention_qkvpacked_backward(*arrays_of_call, wrt=("sinks",), **options)
-    assert alone.tobytes() == expected[3].tobytes()
+    assert_same_bits((*(dqkv[:, :, i] for i in range(3)), dgain), (*expected[:3], expected[4]))
+    call = functools.partial(flash_attention_qkvpacked_backward, dout, qkv, out, lse, **options)
+    found = call(wrt=("sinks", "qkv", "score_mod.gain"))
+    assert_same_bits(found, (expected[3], dqkv, expected[4]))
+    assert_same_bits(call(wrt=("sinks",)), expected[3:4])
     for wrong, message in (
         (("q",), "wrt names 'q'; expected some of qkv, sinks, score_mod.gain"),
         (("bias",), "wrt names 'bias'"),
         (("qkv", "qkv"), "each name once"),
     ):
         with pytest.raises(ValueError, match=message):
-            flash_attention_qkvpacked_backward(*arrays_of_call, wrt=wrong, **options)
+            call(wrt=wrong)
     with pytest.raises(ValueError, match="dqkv is given"):
-        flash_attention_qkvpacked_backward(
-            *arrays_of_call, wrt=("sinks",), dqkv=np.empty_like(qkv), **options
-        )
+        call(wrt=("sinks",), dqkv=np.empty_like(qkv))
 
 
 def test_the_pullback_of_packed_sequences_gives_what_the_backward_call_does(rng: Any) -> None:
     ends_q, ends_k = (np.array(x, np.int32) for x in ([0, 3, 3, 40], [0, 9, 30, 60]))
     q, k, v = (rng.standard_normal((n, 2, 16)).astype(np.float32) for n in (40, 60, 60))
     lengths = ends_q, ends_k, 37, 30
-    options: dict[str, Any] = {"causal": True, "seqused_k": np.array([5, 1, 30], np.int32)}
-    options["backend"] = "cpu"
-    (out, lse), pullback = flash_attention_varlen_vjp(
-        q, k, v, *lengths, return_lse=True, wrt=("v", "q"), **options
-    )
+    options: dict[str, Any] = {"seqused_k": np.array([5, 1, 30], np.int32), "wrt": ("v", "q")}
+    options |= {"causal": True, "backend": "cpu"}
+    inputs = q, k, v
+    (out, lse), pullback = flash_attention_varlen_vjp(*inputs, *lengths, return_lse=True, **options)
     expected = flash_attention_varlen_backward(
-        *(out, q, k, v, out, lse, *lengths), dlse=lse, wrt=("v", "q"), **options
+        *(out, *inputs, out, lse, *lengths), dlse=lse, **options
     )
-    found = pullback(out, lse)
-    assert [x.tobytes() for x in found] == [x.tobytes() for x in expected]
+    assert_same_bits(pullback(out, lse), expected)
 
 
 def test_families_and_tiles_may_be_asked_for_in_each_direction(rng: Any) -> None:
@@ -145,29 +126,26 @@ def test_families_and_tiles_may_be_asked_for_in_each_direction(rng: Any) -> None
     out, pullback = flash_attention_vjp(q, k, v, backend="cpu", tile={"Br": 16, "Bc": 24})
     right, other = flash_attention_vjp(q, k, v, backend="cpu")
     np.testing.assert_allclose(out, right, atol=1e-5)
-    for found, expected in zip(pullback(dout, tile={"Br": 8}), other(dout), strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert_all_close(pullback(dout, tile={"Br": 8}), other(dout), atol=1e-4)
     with pytest.raises(ValueError, match="'hoper'"):
         pullback(dout, family="hoper")
     with pytest.raises(ValueError, match="'hoper'"):
         flash_attention_vjp(q, k, v, backend="cpu", family="hoper")
 
 
+def gain_of_heads() -> ScoreMod:
+    ones = np.ones(4, np.float32)
+    return ScoreMod(lambda score, h, gain: gain[h] * score, gain=ones, differentiable=["gain"])
+
+
 def test_gradients_come_in_the_order_of_wrt_and_captures_behind_q_k_and_v(rng: Any) -> None:
     q, k, v, dout = arrays(rng)
-    gain = ScoreMod(
-        lambda score, h, gain: gain[h] * score,
-        gain=np.ones(4, np.float32),
-        differentiable=["gain"],
-    )
-    options: dict[str, Any] = {"score_mod": gain, "backend": "cpu"}
+    options: dict[str, Any] = {"score_mod": gain_of_heads(), "backend": "cpu"}
     out, lse = flash_attention(q, k, v, return_lse=True, **options)
-    dq, dk, dv, dgain = flash_attention_backward(dout, q, k, v, out, lse, **options)
+    call = functools.partial(flash_attention_backward, dout, q, k, v, out, lse, **options)
+    dq, dk, dv, dgain = call()
     assert (dq.shape, dk.shape, dv.shape, dgain.shape) == (q.shape, k.shape, v.shape, (4,))
-    some = flash_attention_backward(
-        *(dout, q, k, v, out, lse), wrt=("score_mod.gain", "k"), **options
-    )
-    assert [x.tobytes() for x in some] == [dgain.tobytes(), dk.tobytes()]
+    assert_same_bits(call(wrt=("score_mod.gain", "k")), (dgain, dk))
 
 
 def test_a_pullback_is_made_of_what_a_backward_call_takes() -> None:
@@ -192,9 +170,8 @@ def test_the_dtype_of_gradients_may_be_a_dtype_of_any_library(dtype):
     q = np.ones((1, 3, 2, 8), np.float16)
     _, pullback = flash_attention_vjp(q, q, q, grad_dtype=dtype, backend="cpu")
     assert all(gradient.dtype == np.float32 for gradient in pullback(q))
-    assert plan(flash_attention_backward, q=q, k=q, v=q, backend="cpu", grad_dtype=dtype) == plan(
-        flash_attention_backward, q=q, k=q, v=q, backend="cpu", grad_dtype="float32"
-    )
+    planned = functools.partial(plan, flash_attention_backward, q=q, k=q, v=q, backend="cpu")
+    assert planned(grad_dtype=dtype) == planned(grad_dtype="float32")
 
 
 def test_an_output_may_lie_anyhow(rng: Any) -> None:
@@ -203,8 +180,7 @@ def test_an_output_may_lie_anyhow(rng: Any) -> None:
     expected = flash_attention_backward(dout, q, k, v, out, lse, backend="cpu")
     anyhow = np.asfortranarray(out)
     found = flash_attention_backward(dout, q, k, v, anyhow, lse, backend="cpu")
-    for one, other in zip(found, expected, strict=True):
-        assert np.array_equal(one, other)
+    assert all(np.array_equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 def test_another_librarys_arrays_come_back_as_its_own(rng: Any) -> None:
@@ -212,9 +188,8 @@ def test_another_librarys_arrays_come_back_as_its_own(rng: Any) -> None:
     out, lse = flash_attention(q, k, v, return_lse=True, backend="cpu")
     expected = flash_attention_backward(dout, q, k, v, out, lse, backend="cpu")
     found = flash_attention_backward(*map(Foreign, (dout, q, k, v, out, lse)), backend="cpu")
-    for one, other in zip(found, expected, strict=True):
-        assert isinstance(one, Foreign)
-        assert one.array.tobytes() == other.tobytes()
+    assert all(isinstance(gradient, Foreign) for gradient in found)
+    assert_same_bits((gradient.array for gradient in found), expected)
 
 
 @pytest.mark.parametrize("empty", ["batch", "queries", "keys"])
@@ -222,29 +197,19 @@ def test_nothing_has_no_gradient(empty: str) -> None:
     batch = 0 if empty == "batch" else 2
     q = np.ones((batch, 0 if empty == "queries" else 5, 4, 8), np.float32)
     k = np.ones((batch, 0 if empty == "keys" else 7, 2, 8), np.float32)
-    sinks = np.ones(4, np.float32)
-    options: dict[str, Any] = {"sinks": sinks, "backend": "cpu"}
-    out, lse = flash_attention(q, k, k, return_lse=True, **options)
-    wrt = ("q", "k", "v", "sinks")
-    dlse = np.ones_like(lse)
-    found = flash_attention_backward(q, q, k, k, out, lse, dlse=dlse, wrt=wrt, **options)
-    exact = attention_backward_reference(q, q, k, k, dlse=dlse, wrt=wrt, sinks=sinks)
-    for one, other in zip(found, exact, strict=True):
-        assert np.array_equal(one, other)
+    options: dict[str, Any] = {"sinks": np.ones(4, np.float32)}
+    out, lse = flash_attention(q, k, k, return_lse=True, backend="cpu", **options)
+    options |= {"dlse": np.ones_like(lse), "wrt": ("q", "k", "v", "sinks")}
+    found = flash_attention_backward(q, q, k, k, out, lse, backend="cpu", **options)
+    exact = attention_backward_reference(q, q, k, k, **options)
+    assert all(np.array_equal(*pair) for pair in zip(found, exact, strict=True))
 
 
 def test_the_plan_names_the_cpu_and_its_memory() -> None:
     q = np.ones((2, 300, 4, 64), np.float16)
-    made = plan(flash_attention_backward, q=q, k=q, v=q, backend="cpu", tile={"Br": 32})
-    wide = plan(
-        flash_attention_backward,
-        q=q,
-        k=q,
-        v=q,
-        backend="cpu",
-        tile={"Br": 32},
-        grad_dtype="float32",
-    )
+    options = {"backend": "cpu", "tile": {"Br": 32}}
+    planned = functools.partial(plan, flash_attention_backward, q=q, k=q, v=q, **options)
+    made, wide = planned(), planned(grad_dtype="float32")
     assert (made.family, made.tile.Br) == ("cpu", 32)
     assert made.workspace - wide.workspace == 4 * 2 * q.size
 
@@ -279,9 +244,8 @@ def test_keys_of_two_sequences_have_no_gradients(rng: Any) -> None:
     # seqused_k extends sequence 0 into the keys of sequence 1; each key has one gradient row only.
     options: dict[str, Any] = {"seqused_k": np.array([11, 20], np.int32), "backend": "cpu"}
     out, lse = flash_attention_varlen(q, k, v, *lengths, return_lse=True, **options)
-    with pytest.raises(
-        ValueError, match="sequence 0 11 keys; expected at most 10, its length in cu_seqlens"
-    ):
+    message = "sequence 0 11 keys; expected at most 10, its length in cu_seqlens"
+    with pytest.raises(ValueError, match=message):
         flash_attention_varlen_backward(dout, q, k, v, out, lse, *lengths, **options)
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -18,6 +16,7 @@ from support.calls.combine_support import (
     random_sinks,
     with_sinks,
 )
+from support.comparisons import assert_all_close, assert_all_equal, assert_same_bits, peak_memory
 
 from cupy_flash import combine, flash_attention
 from cupy_flash.calls.check.partials import spec_of_call
@@ -41,10 +40,9 @@ def random_attention(rng, seqlen_q, seqlen_k, dtype=np.float64, dims=(24, 40)):
 
 def attend_in_parts(q, k, v, ends, dtype=np.float64):
     """Return partial results of attention; each covers the keys between two successive ends."""
-    begins = [0, *ends[:-1]]
     parts = [
         attention_reference(q, k[:, begin:end], v[:, begin:end], return_lse=True)
-        for begin, end in zip(begins, ends, strict=True)
+        for begin, end in itertools.pairwise([0, *ends])
     ]
     out, lse = (np.stack(arrays) for arrays in zip(*parts, strict=True))
     return out.astype(dtype), lse.astype(np.float64 if dtype == np.float64 else np.float32)
@@ -99,10 +97,9 @@ def test_of_parts_and_sinks_comes_what_a_call_with_sinks_gives(rng):
         flash_attention(q, k[:, cut], v[:, cut], return_lse=True, backend="cpu")
         for cut in (slice(0, 17), slice(17, 90))
     ]
-    out, lse = combine(*(np.stack(x) for x in zip(*parts, strict=True)), sinks=sinks)
-    whole, whole_lse = flash_attention(q, k, v, sinks=sinks, return_lse=True, backend="cpu")
-    np.testing.assert_allclose(out, whole, atol=2e-6)
-    np.testing.assert_allclose(lse, whole_lse, atol=2e-6)
+    found = combine(*(np.stack(x) for x in zip(*parts, strict=True)), sinks=sinks)
+    whole = flash_attention(q, k, v, sinks=sinks, return_lse=True, backend="cpu")
+    assert_all_close(found, whole, atol=2e-6)
 
 
 def test_a_row_without_keys_has_the_sink_for_its_lse():
@@ -132,13 +129,9 @@ def test_causal_parts_leave_rows_that_one_of_them_does_not_see(rng):
     early = attention_reference(q, k[:, :30], v[:, :30], causal=True, q_offset=0, return_lse=True)
     late = attention_reference(q, k[:, 30:], v[:, 30:], causal=True, q_offset=-30, return_lse=True)
     assert (late[1] == -np.inf).any()
-    out, lse = combine(*(np.stack(arrays) for arrays in zip(early, late, strict=True)))
-    whole, whole_lse = attention_reference(q, k, v, causal=True, return_lse=True)
-    assert max_error(out, whole) <= 1e-14
-    assert max_error(lse, whole_lse) <= 1e-14
-
-
-# Calls on NumPy arrays
+    found = combine(*(np.stack(arrays) for arrays in zip(early, late, strict=True)))
+    whole = attention_reference(q, k, v, causal=True, return_lse=True)
+    assert all(max_error(*pair) <= 1e-14 for pair in zip(found, whole, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -154,14 +147,12 @@ def test_random_parts_are_merged_to_the_precision_of_their_sums(rng, dtype, shap
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_lists_of_parts_are_merged_as_one_array_of_them(rng, dtype, kind):
     out_partial, lse_partial = random_parts(rng, dtype, SHAPES[0])
-    out, lse = combine(out_partial, lse_partial)
+    expected = combine(out_partial, lse_partial)
     # Each partial result has its own strides, and the first one is not contiguous.
     apart = [np.repeat(x, 2, axis=1)[:, ::2] if i == 0 else x for i, x in enumerate(out_partial)]
-    found, found_lse = combine(kind(apart), kind(lse_partial))
-    np.testing.assert_array_equal(found, out)
-    np.testing.assert_array_equal(found_lse, lse)
+    assert_all_equal(combine(kind(apart), kind(lse_partial)), expected)
     alone = combine(kind(apart), kind(lse_partial), return_lse=False)
-    np.testing.assert_array_equal(alone, out)
+    np.testing.assert_array_equal(alone, expected[0])
 
 
 @pytest.mark.parametrize(
@@ -187,9 +178,7 @@ def test_lists_of_parts_that_do_not_go_together_are_refused(outs, lses, error, m
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_single_part_comes_out_bit_for_bit(rng, dtype):
     out_partial, lse_partial = random_parts(rng, dtype, (1, 2, 11, 3, 20), unseen=0)
-    out, lse = combine(out_partial, lse_partial)
-    assert out.tobytes() == out_partial[0].tobytes()
-    assert lse.tobytes() == lse_partial[0].tobytes()
+    assert_same_bits(combine(out_partial, lse_partial), (out_partial[0], lse_partial[0]))
 
 
 def test_a_part_that_saw_no_key_counts_nothing_whatever_it_holds(rng):
@@ -239,8 +228,7 @@ def test_strided_and_transposed_parts_give_what_contiguous_ones_give(rng):
     out_partial, lse_partial = random_parts(rng, "float32", (4, 2, 9, 3, 16))
     expected = combine(out_partial, lse_partial)
     strided = np.asfortranarray(out_partial), np.asfortranarray(lse_partial)
-    for got, wanted in zip(combine(*strided), expected, strict=True):
-        assert got.tobytes() == wanted.tobytes()
+    assert_same_bits(combine(*strided), expected)
 
 
 @pytest.mark.parametrize("shape", [(2, 0, 5, 3, 8), (2, 0, 3, 8), (2, 4, 0, 3, 8)])
@@ -250,15 +238,10 @@ def test_no_rows_give_empty_results(shape):
     assert lse.size == 0
 
 
-# Errors
-
-
 def parts(**changes):
-    arguments = {
-        "out_partial": np.zeros((2, 1, 5, 4, 8), np.float16),
-        "lse_partial": np.zeros((2, 1, 4, 5), np.float32),
-    }
-    return arguments | changes
+    out_partial = np.zeros((2, 1, 5, 4, 8), np.float16)
+    lse_partial = np.zeros((2, 1, 4, 5), np.float32)
+    return {"out_partial": out_partial, "lse_partial": lse_partial, **changes}
 
 
 @pytest.mark.parametrize(
@@ -267,49 +250,25 @@ def parts(**changes):
         ({"out_partial": [[1.0]]}, TypeError, "out_partial is a list"),
         ({"lse_partial": None}, TypeError, "lse_partial is a NoneType"),
         ({"out_partial": np.zeros((2, 1, 5, 4, 8), int)}, TypeError, "out_partial has dtype int64"),
-        (
-            {"lse_partial": np.zeros((2, 1, 4, 5))},
-            TypeError,
-            "lse_partial has dtype float64; expected float32 for an out_partial of float16",
-        ),
-        (
-            {"out_partial": np.zeros((2, 1, 5, 4, 8))},
-            TypeError,
-            "lse_partial has dtype float32; expected float64 for an out_partial of float64",
-        ),
-        (
-            {"lse_partial": np.zeros((2, 1, 4, 5), ">f4")},
-            TypeError,
-            "lse_partial has dtype >f4, in another byte order",
-        ),
-        (
-            {"lse_partial": np.zeros((2, 1, 5, 4), np.float32)},
-            ValueError,
-            r"lse_partial has shape \(2, 1, 5, 4\); expected \(2, 1, 4, 5\)",
-        ),
+        ({"lse_partial": np.zeros((2, 1, 4, 5))}, TypeError,
+         "lse_partial has dtype float64; expected float32 for an out_partial of float16"),
+        ({"out_partial": np.zeros((2, 1, 5, 4, 8))}, TypeError,
+         "lse_partial has dtype float32; expected float64 for an out_partial of float64"),
+        ({"lse_partial": np.zeros((2, 1, 4, 5), ">f4")}, TypeError,
+         "lse_partial has dtype >f4, in another byte order"),
+        ({"lse_partial": np.zeros((2, 1, 5, 4), np.float32)}, ValueError,
+         r"lse_partial has shape \(2, 1, 5, 4\); expected \(2, 1, 4, 5\)"),
         ({"out_partial": np.zeros((2, 5, 8), np.float16)}, ValueError, "expected .num_splits"),
-        (
-            {"out_partial": np.zeros((0, 1, 5, 4, 8), np.float16)},
-            ValueError,
-            "expected at least 1 split",
-        ),
-        (
-            {"out": np.zeros((1, 4, 5, 8), np.float16)},
-            ValueError,
-            r"out has shape \(1, 4, 5, 8\); expected \(1, 5, 4, 8\)",
-        ),
+        ({"out_partial": np.zeros((0, 1, 5, 4, 8), np.float16)}, ValueError,
+         "expected at least 1 split"),
+        ({"out": np.zeros((1, 4, 5, 8), np.float16)}, ValueError,
+         r"out has shape \(1, 4, 5, 8\); expected \(1, 5, 4, 8\)"),
         ({"out": np.zeros((5, 4, 8), np.float16)}, ValueError, "out has shape"),
         ({"out": np.zeros((1, 5, 4, 8), np.float32)}, TypeError, "out has dtype float32"),
-        (
-            {"out": np.zeros((1, 5, 4, 16), np.float16)[..., ::2]},
-            ValueError,
-            "expected a contiguous last axis",
-        ),
-        (
-            {"out": np.broadcast_to(np.zeros(8, np.float16), (1, 5, 4, 8))},
-            ValueError,
-            "out is read-only",
-        ),
+        ({"out": np.zeros((1, 5, 4, 16), np.float16)[..., ::2]}, ValueError,
+         "expected a contiguous last axis"),
+        ({"out": np.broadcast_to(np.zeros(8, np.float16), (1, 5, 4, 8))}, ValueError,
+         "out is read-only"),
         (
             {
                 "out": np.lib.stride_tricks.as_strided(
@@ -320,7 +279,7 @@ def parts(**changes):
             "out overlaps itself",
         ),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_merged_is_refused_by_name(changes, error, words):
     with pytest.raises(error, match=words):
         combine(**parts(**changes))
@@ -337,18 +296,11 @@ def test_an_out_that_shares_memory_with_the_parts_is_refused():
 
 def spec(**changes):
     sizes = {
-        "dtype": "float16",
-        "num_splits": 3,
-        "batch": 2,
-        "seqlen_q": 113,
-        "heads_q": 6,
-        "head_dim_v": 128,
-        "split_stride": 2 * 113 * 6 * 128,
+        "dtype": "float16", "num_splits": 3, "batch": 2, "seqlen_q": 113, "heads_q": 6,
+        "head_dim_v": 128, "split_stride": 2 * 113 * 6 * 128,
         "partial_strides": (113 * 6 * 128, 6 * 128, 128),
-        "out_strides": (113 * 6 * 128, 6 * 128, 128),
-        "alignment": 16,
-        "out_alignment": 16,
-    }
+        "out_strides": (113 * 6 * 128, 6 * 128, 128), "alignment": 16, "out_alignment": 16,
+    }  # fmt: skip
     return CombineSpec(**(sizes | changes))
 
 
@@ -361,11 +313,8 @@ def aligned(shape, dtype):
 
 
 def test_contiguous_parts_are_one_aligned_block():
-    arrays = (
-        aligned((3, 2, 113, 6, 128), np.dtype(np.float16)),
-        np.zeros((3, 2, 6, 113), np.float32),
-    )
-    assert spec_of_call(*arrays, None) == spec()
+    out_partial = aligned((3, 2, 113, 6, 128), np.dtype(np.float16))
+    assert spec_of_call(out_partial, np.zeros((3, 2, 6, 113), np.float32), None) == spec()
 
 
 def test_packed_rows_are_one_sequence():
@@ -390,14 +339,10 @@ def test_the_step_between_splits_counts_for_the_alignment(elements):
 @pytest.mark.parametrize(
     ("dtype", "head_dim_v", "lanes"),
     [
-        ("float16", 1, 1),
-        ("float16", 9, 2),
-        ("float16", 96, 16),
-        ("float16", 128, 16),
-        ("float32", 128, 32),
-        ("float64", 256, 32),
+        ("float16", 1, 1), ("float16", 9, 2), ("float16", 96, 16), ("float16", 128, 16),
+        ("float32", 128, 32), ("float64", 256, 32),
     ],
-)
+)  # fmt: skip
 def test_a_row_has_a_thread_for_each_sixteen_bytes_up_to_a_warp(dtype, head_dim_v, lanes):
     assert spec(dtype=dtype, head_dim_v=head_dim_v).lanes == lanes
 
@@ -425,9 +370,8 @@ def test_fields_lie_as_a_c_compiler_aligns_them():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_a_unit_with_sinks_compiles_without_spills(dtype):
     for sinks in {dtype, "float64" if dtype == "float64" else "float32"}:
-        cubin = compile_cubin(
-            combine_unit(spec(dtype=dtype, sinks=sinks)), device_for_arch("sm_90")
-        )
+        unit = combine_unit(spec(dtype=dtype, sinks=sinks))
+        cubin = compile_cubin(unit, device_for_arch("sm_90"))
         assert "warning" not in cubin.log
         assert cubin.resources["combine_partials"].spill_bytes == 0
 
@@ -439,13 +383,8 @@ def test_every_member_of_the_struct_is_asserted_in_the_unit():
 
 
 def test_lengths_and_splits_share_one_kernel():
-    other = dataclasses.replace(
-        spec(), num_splits=9, batch=7, seqlen_q=1, heads_q=64, head_dim_v=100
-    )
+    other = spec(num_splits=9, batch=7, seqlen_q=1, heads_q=64, head_dim_v=100)
     assert combine_unit(other).text == combine_unit(spec()).text
-
-
-# Compilation
 
 
 @pytest.mark.slow
@@ -466,11 +405,8 @@ def test_every_alignment_and_number_of_lanes_compiles(dtype):
     size = DTYPES[dtype].itemsize
     alignments = [a for a in (2, 4, 8, 16) if a >= size]
     for alignment, head_dim_v in zip(alignments * 6, (1, 9, 33, 64, 128, 256), strict=False):
-        unit = combine_unit(
-            spec(
-                dtype=dtype, alignment=alignment, out_alignment=alignments[0], head_dim_v=head_dim_v
-            )
-        )
+        places = {"alignment": alignment, "out_alignment": alignments[0]}
+        unit = combine_unit(spec(dtype=dtype, head_dim_v=head_dim_v, **places))
         cubin = compile_cubin(unit, device_for_arch("sm_90"))
         assert cubin.resources["combine_partials"].spill_bytes == 0
 
@@ -482,11 +418,10 @@ def test_parts_are_merged_in_blocks_with_little_memory(shape, rng):
     lse_partial[0, ..., ::3] = -np.inf
     out_partial[0, ..., ::3, :, :] = np.nan
     out = np.empty(shape[1:], np.float32)
-    tracemalloc.start()
-    _, lse = combine(out_partial, lse_partial, out=out)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    results = []
+    peak = peak_memory(lambda: results.extend(combine(out_partial, lse_partial, out=out)))
     assert peak < 12 * lse_partial.nbytes + (1 << 19)
+    _, lse = results
     weights = np.exp(lse_partial.astype(np.float64) - lse).swapaxes(-1, -2)[..., None]
     parts = np.where(weights == 0, 0, out_partial.astype(np.float64))
     np.testing.assert_allclose(out, (weights * parts).sum(axis=0), atol=2e-6)

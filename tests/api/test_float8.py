@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -61,19 +62,16 @@ def test_the_output_is_bfloat16_unless_asked_for() -> None:
 
 @pytest.mark.parametrize("where", [{"arch": "sm_90"}, {"backend": "cpu"}])
 def test_a_plan_is_of_the_output_that_is_asked_for(where: dict[str, Any]) -> None:
-    q, k, v = (BASE.arguments()[name] for name in "qkv")
-    assert plan(flash_attention, q, k, v, **where).problem.out_dtype == "bfloat16"
-    assert (
-        plan(flash_attention, q, k, v, out_dtype="float16", **where).problem.out_dtype == "float16"
-    )
-    assert (
-        plan(flash_attention, q, k, v, out_dtype=np.float16, **where).problem.out_dtype == "float16"
-    )
+    inputs = {name: BASE.arguments()[name] for name in "qkv"}
+    planned = functools.partial(plan, flash_attention, **where)
+    assert planned(**inputs).problem.out_dtype == "bfloat16"
+    for out_dtype in ("float16", np.float16):
+        assert planned(**inputs, out_dtype=out_dtype).problem.out_dtype == "float16"
     with pytest.raises(TypeError, match="out_dtype is an int; expected a name"):
-        plan(flash_attention, q, k, v, out_dtype=3, **where)
-    wide = q.astype(np.float16)
+        planned(**inputs, out_dtype=3)
+    wide = inputs["q"].astype(np.float16)
     with pytest.raises(ValueError, match="out_dtype is for float8_e4m3fn q, k and v"):
-        plan(flash_attention, wide, wide, wide, out_dtype="float16", **where)
+        planned(wide, wide, wide, out_dtype="float16")
 
 
 @pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
@@ -104,13 +102,10 @@ def test_scales_need_not_be_given() -> None:
         ({"out_dtype": 3}, TypeError, "out_dtype is an int; expected a name"),
         ({"window_size": (3, 3)}, ValueError, "supported only without modifications"),
         ({"k": np.zeros((2, 40, 2, 128), np.float16)}, TypeError, "k has dtype float16"),
-        (
-            {"out": np.zeros((2, 30, 4, 128), np.float16), "out_dtype": "float16"},
-            ValueError,
-            "pass only one",
-        ),
+        ({"out": np.zeros((2, 30, 4, 128), np.float16), "out_dtype": "float16"}, ValueError,
+         "pass only one"),
     ],
-)
+)  # fmt: skip
 def test_bad_input_is_named(changes: dict[str, Any], error: Any, message: str) -> None:
     with pytest.raises(error) as caught:
         flash_attention(**BASE.arguments() | changes)

@@ -82,27 +82,17 @@ def test_gradients_of_qkv_and_a_bias_are_planned_by_their_names() -> None:
 def test_the_deprecated_functions_warn_and_plan_the_same() -> None:
     cache = {"q": Q, "k_cache": KV, "v_cache": KV, "cache_seqlens": 80}
     old: dict[str, tuple[Callable[[], Plan], Plan]] = {
-        "flash_attention, q": (
-            lambda: plan(Q, KV, KV, **ON),
-            plan(flash_attention, Q, KV, KV, **ON),
-        ),
-        "flash_attention, ": (
-            lambda: plan(q=Q, k=KV, v=KV, **ON),
-            plan(flash_attention, Q, KV, KV, **ON),
-        ),
-        "flash_attention_backward": (
-            lambda: cupy_flash.plan_backward(Q, KV, KV, causal=True, **ON),
-            plan(flash_attention_backward, q=Q, k=KV, v=KV, causal=True, **ON),
-        ),
-        "flash_attention_varlen": (
-            lambda: cupy_flash.plan_varlen(**PACKED, **ON),
-            plan(flash_attention_varlen, **PACKED, **ON),
-        ),
-        "flash_attention_with_kvcache": (
-            lambda: cupy_flash.plan_with_kvcache(**cache, **ON),
-            plan(flash_attention_with_kvcache, **cache, **ON),
-        ),
-    }
+        "flash_attention, q": (lambda: plan(Q, KV, KV, **ON),
+            plan(flash_attention, Q, KV, KV, **ON)),
+        "flash_attention, ": (lambda: plan(q=Q, k=KV, v=KV, **ON),
+            plan(flash_attention, Q, KV, KV, **ON)),
+        "flash_attention_backward": (lambda: cupy_flash.plan_backward(Q, KV, KV, causal=True, **ON),
+            plan(flash_attention_backward, q=Q, k=KV, v=KV, causal=True, **ON)),
+        "flash_attention_varlen": (lambda: cupy_flash.plan_varlen(**PACKED, **ON),
+            plan(flash_attention_varlen, **PACKED, **ON)),
+        "flash_attention_with_kvcache": (lambda: cupy_flash.plan_with_kvcache(**cache, **ON),
+            plan(flash_attention_with_kvcache, **cache, **ON)),
+    }  # fmt: skip
     for name, (function, expected) in old.items():
         with pytest.warns(DeprecationWarning, match=rf"is deprecated; call plan\({name}") as caught:
             assert function() == expected

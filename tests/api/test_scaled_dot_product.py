@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support.libraries import dlpack_library, host_array, numpy_library, torch_library
+from support.libraries import HOST_LIBRARIES, host_array
 
 from cupy_flash import UnsupportedError, flash_attention, scaled_dot_product_attention
 from cupy_flash.calls import scaled_dot_product
@@ -17,14 +17,9 @@ Array = np.ndarray
 
 
 def formula(
-    query: Array,
-    key: Array,
-    value: Array,
-    attn_mask: Array | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
+    *arrays: Array, attn_mask: Any = None, is_causal: bool = False, scale: Any = None
 ) -> Array:
-    query, key, value = (x.astype(np.float64) for x in (query, key, value))
+    query, key, value = (x.astype(np.float64) for x in arrays)
     if query.ndim > 2 and key.shape[-3] != query.shape[-3]:
         group = query.shape[-3] // key.shape[-3]
         key, value = (np.repeat(x, group, axis=-3) for x in (key, value))
@@ -70,10 +65,7 @@ LEADING = [(), (4,), (2, 4), (3, 2, 4), (2, 1, 3, 4), (0, 4), (2, 0, 4)]
 @pytest.mark.parametrize("seqlens", [(7, 10), (10, 7), (1, 5), (5, 1), (6, 6), (65, 130)])
 @pytest.mark.parametrize("leading", LEADING)
 def test_any_number_of_axes(
-    leading: tuple[int, ...],
-    seqlens: tuple[int, int],
-    is_causal: bool,
-    rng: np.random.Generator,
+    leading: tuple[int, ...], seqlens: tuple[int, int], is_causal: bool, rng: np.random.Generator
 ) -> None:
     given = arrays(rng, *leading, sizes=(*seqlens, 5, 3))
     found = scaled_dot_product_attention(*given, is_causal=is_causal)
@@ -99,9 +91,7 @@ def test_the_causal_mask_is_aligned_at_the_top_left(rng: np.random.Generator) ->
 
 @pytest.mark.parametrize("kind", [np.bool_, np.float32, np.float64])
 @pytest.mark.parametrize("leading", [(), (4,), (2, 4), (3, 2, 4)])
-def test_masks_that_broadcast(
-    leading: tuple[int, ...], kind: Any, rng: np.random.Generator
-) -> None:
+def test_masks_that_broadcast(leading: tuple[int, ...], kind: Any, rng: Any) -> None:
     given = arrays(rng, *leading)
     scores = (*leading, 7, 10)
     shapes = {scores[i:] for i in range(len(scores))}
@@ -111,7 +101,7 @@ def test_masks_that_broadcast(
         if kind is np.bool_:
             mask = rng.random(shape) < 0.6
         found = scaled_dot_product_attention(*given, attn_mask=mask)
-        assert_alike(found, formula(*given, mask), given[2])
+        assert_alike(found, formula(*given, attn_mask=mask), given[2])
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
@@ -120,7 +110,7 @@ def test_a_mask_of_the_dtype_of_query(dtype: Any, rng: np.random.Generator) -> N
     mask = rng.standard_normal((4, 7, 10)).astype(dtype)
     eps = float(ml_dtypes.finfo(dtype).eps) / 8
     found = scaled_dot_product_attention(*given, mask)
-    assert_alike(found, formula(*given, mask), given[2], eps=eps)
+    assert_alike(found, formula(*given, attn_mask=mask), given[2], eps=eps)
 
 
 def test_a_wholly_masked_row_is_zero(rng: np.random.Generator) -> None:
@@ -131,14 +121,12 @@ def test_a_wholly_masked_row_is_zero(rng: np.random.Generator) -> None:
     for mask in (seen, added):
         found = scaled_dot_product_attention(*given, attn_mask=mask)
         assert not found[..., 3, :].any()
-        assert_alike(found, formula(*given, mask), given[2])
+        assert_alike(found, formula(*given, attn_mask=mask), given[2])
 
 
 @pytest.mark.parametrize("leading", [(6,), (2, 6), (2, 3, 6)])
 @pytest.mark.parametrize("heads_kv", [1, 2, 3, 6])
-def test_query_heads_that_share_keys(
-    leading: tuple[int, ...], heads_kv: int, rng: np.random.Generator
-) -> None:
+def test_query_heads_that_share_keys(leading: tuple[int, ...], heads_kv: int, rng: Any) -> None:
     given = arrays(rng, *leading, heads_kv=heads_kv)
     found = scaled_dot_product_attention(*given, is_causal=True, enable_gqa=True)
     assert_alike(found, formula(*given, is_causal=True), given[2])
@@ -169,7 +157,7 @@ def test_four_axes_are_read_in_place(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("library", ["torch", "dlpack"])
 def test_arrays_of_other_libraries(library: str, rng: np.random.Generator) -> None:
-    to = torch_library("cpu") if library == "torch" else dlpack_library(numpy_library())
+    to = HOST_LIBRARIES[library]()
     for leading in ((), (2, 4), (3, 2, 4)):
         given = arrays(rng, *leading)
         mask = rng.standard_normal((7, 10))
@@ -199,41 +187,20 @@ _Q = _zeros(2, 4, 7, 5)
         ({"key": _zeros(1, 4, 7, 5)}, ValueError, "expected the leading axes (2,) of query"),
         ({"value": _zeros(2, 4, 8, 5)}, ValueError, "expected (2, 4, 7, 5), with the heads and"),
         ({"key": _zeros(2, 4, 7, 6)}, ValueError, "key has a head_dim of 6; expected 5, as query"),
-        (
-            {"key": _zeros(2, 2, 7, 5), "value": _zeros(2, 2, 7, 5)},
-            ValueError,
-            "query has 4 heads and key 2; pass enable_gqa=True",
-        ),
-        (
-            {"key": _zeros(2, 3, 7, 5), "value": _zeros(2, 3, 7, 5), "enable_gqa": True},
-            ValueError,
-            "query has 4 heads; expected a multiple of the 3 heads of key",
-        ),
-        (
-            {"key": _zeros(2, 0, 7, 5), "value": _zeros(2, 0, 7, 5), "enable_gqa": True},
-            ValueError,
-            "query has 4 heads; expected a multiple of the 0 heads of key",
-        ),
-        (
-            {"attn_mask": _zeros(7, 6)},
-            ValueError,
-            "attn_mask has shape (7, 6); expected one that broadcasts to (2, 4, 7, 7)",
-        ),
-        (
-            {"attn_mask": _zeros(1, 2, 4, 7, 7)},
-            ValueError,
-            "attn_mask has shape (1, 2, 4, 7, 7); expected one that broadcasts to (2, 4, 7, 7)",
-        ),
-        (
-            {"attn_mask": np.zeros((7, 7), np.int32)},
-            TypeError,
-            "attn_mask has dtype int32; expected bool or float32",
-        ),
-        (
-            {"attn_mask": _zeros(7, 7), "is_causal": True},
-            ValueError,
-            "attn_mask is given and is_causal is True; pass only one of them",
-        ),
+        ({"key": _zeros(2, 2, 7, 5), "value": _zeros(2, 2, 7, 5)}, ValueError,
+         "query has 4 heads and key 2; pass enable_gqa=True"),
+        ({"key": _zeros(2, 3, 7, 5), "value": _zeros(2, 3, 7, 5), "enable_gqa": True}, ValueError,
+         "query has 4 heads; expected a multiple of the 3 heads of key"),
+        ({"key": _zeros(2, 0, 7, 5), "value": _zeros(2, 0, 7, 5), "enable_gqa": True}, ValueError,
+         "query has 4 heads; expected a multiple of the 0 heads of key"),
+        ({"attn_mask": _zeros(7, 6)}, ValueError,
+         "attn_mask has shape (7, 6); expected one that broadcasts to (2, 4, 7, 7)"),
+        ({"attn_mask": _zeros(1, 2, 4, 7, 7)}, ValueError,
+         "attn_mask has shape (1, 2, 4, 7, 7); expected one that broadcasts to (2, 4, 7, 7)"),
+        ({"attn_mask": np.zeros((7, 7), np.int32)}, TypeError,
+         "attn_mask has dtype int32; expected bool or float32"),
+        ({"attn_mask": _zeros(7, 7), "is_causal": True}, ValueError,
+         "attn_mask is given and is_causal is True; pass only one of them"),
         ({"dropout_p": 0.1}, UnsupportedError, "dropout_p is 0.1; expected 0"),
         ({"dropout_p": None}, TypeError, "dropout_p is None; expected a number"),
         ({"is_causal": 1}, TypeError, "is_causal is 1; expected True or False"),
@@ -241,7 +208,7 @@ _Q = _zeros(2, 4, 7, 5)
         ({"scale": np.nan}, ValueError, "scale is nan; expected a finite number"),
         ({"scale": "a"}, TypeError, "scale is 'a'; expected a number"),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments_are_named(change: dict[str, Any], error: Any, message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         scaled_dot_product_attention(**{"query": _Q, "key": _Q, "value": _Q, **change})

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support import refusals
 from support.calls.sequence_support import VarlenCase, random_varlen_case
+from support.comparisons import with_arrays
 from support.foreign import Foreign
 from support.gpu import fake_gpu
 
@@ -84,10 +85,7 @@ def test_lists_of_lengths_will_do_with_numpy_arrays(rng):
 
 def test_arrays_of_another_library_are_answered_in_kind(rng):
     problem = random_varlen_case(rng).problem()
-    arguments = {
-        name: Foreign(value) if isinstance(value, np.ndarray) else value
-        for name, value in problem.arguments().items()
-    }
+    arguments = with_arrays(Foreign, problem.arguments())
     out, lse = flash_attention_varlen(**arguments, return_lse=True)
     assert isinstance(out, Foreign)
     assert isinstance(lse, Foreign)
@@ -124,10 +122,8 @@ def test_sequences_without_queries_or_keys_are_computed(case):
 
 
 def test_rows_of_a_batch_of_no_sequences_are_0():
-    arguments = good() | {
-        "cu_seqlens_q": np.zeros(1, np.int32),
-        "cu_seqlens_k": np.zeros(1, np.int32),
-    }
+    starts = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), np.zeros(1, np.int32))
+    arguments = good() | starts
     out, lse = flash_attention_varlen(**arguments, return_lse=True)
     assert (out == 0).all()
     assert (lse == -np.inf).all()
@@ -135,12 +131,11 @@ def test_rows_of_a_batch_of_no_sequences_are_0():
 
 def test_the_result_of_a_sequence_is_that_of_a_call_of_its_own(rng):
     problem = random_varlen_case(rng, causal=True).problem()
-    out = flash_attention_varlen(**problem.arguments(), batch_invariant=True, backend="cpu")
+    options = {"batch_invariant": True, "backend": "cpu"}
+    out = flash_attention_varlen(**problem.arguments(), **options)
     for b, (q, k, v) in enumerate(problem.dense):
-        alone = flash_attention_varlen(
-            q, k, v, [0, len(q)], [0, len(k)], len(q), len(k), causal=True,
-            batch_invariant=True, backend="cpu",
-        )  # fmt: skip
+        lengths = [0, len(q)], [0, len(k)], len(q), len(k)
+        alone = flash_attention_varlen(q, k, v, *lengths, causal=True, **options)
         first, end = problem.cu_seqlens_q[b : b + 2]
         np.testing.assert_array_equal(out[first:end], alone)
 
@@ -169,36 +164,28 @@ def test_lengths_changed_in_place_are_read_and_checked_anew(rng):
         ({"out": np.zeros((113, 6, 40), np.float32)}, r"out has shape \(113, 6, 40\); expected \("),
         ({"cu_seqlens_q": np.zeros((2, 2), np.int32)}, "cu_seqlens_q has 2 axes"),
         ({"cu_seqlens_q": np.zeros(0, np.int32)}, r"cu_seqlens_q is empty; expected batch \+ 1"),
-        (
-            {"cu_seqlens_k": np.zeros(3, np.int32)},
-            r"cu_seqlens_k has shape \(3,\); expected \(4,\), as cu_seqlens_q",
-        ),
+        ({"cu_seqlens_k": np.zeros(3, np.int32)},
+         r"cu_seqlens_k has shape \(3,\); expected \(4,\), as cu_seqlens_q"),
         ({"seqused_k": np.zeros(4, np.int32)}, r"seqused_k has shape \(4,\); expected \(3,\)"),
         ({"cu_seqlens_q": [0, 50, 49, 113]}, "cu_seqlens_q decreases from 50 to 49 at index 2"),
         ({"cu_seqlens_q": [0, 50, 50, 114]}, r"cu_seqlens_q\[3\] is 114; expected at most 113"),
         ({"cu_seqlens_q": [-1, 50, 50, 113]}, r"cu_seqlens_q\[0\] is -1; expected at least 0"),
         ({"cu_seqlens_k": [0, 90, 95, 204]}, r"cu_seqlens_k\[3\] is 204; expected at most 203"),
-        (
-            {"max_seqlen_q": 62},
-            "cu_seqlens_q gives sequence 2 a length of 63; expected at most 62, the value of "
-            "max_seqlen_q",
-        ),
-        (
-            {"max_seqlen_k": 104},
-            "cu_seqlens_k gives sequence 2 a length of 105; expected at most 104, the value of "
-            "max_seqlen_k",
-        ),
+        ({"max_seqlen_q": 62},
+         "cu_seqlens_q gives sequence 2 a length of 63; expected at most 62, the value of "
+         "max_seqlen_q"),
+        ({"max_seqlen_k": 104},
+         "cu_seqlens_k gives sequence 2 a length of 105; expected at most 104, the value of "
+         "max_seqlen_k"),
         ({"seqused_k": [1, -1, 3]}, r"seqused_k\[1\] is -1; expected at least 0"),
         ({"seqused_k": [1, 2, 106]}, "seqused_k gives sequence 2 a length of 106; expected at"),
-        (
-            {"seqused_k": [1, 2, 109], "max_seqlen_k": 200},
-            "seqused_k gives sequence 2 109 keys; expected at most 108, the number of rows of k "
-            "from its first key on",
-        ),
+        ({"seqused_k": [1, 2, 109], "max_seqlen_k": 200},
+         "seqused_k gives sequence 2 109 keys; expected at most 108, the number of rows of k "
+         "from its first key on"),
         ({"max_seqlen_q": -1}, "max_seqlen_q is -1; expected at least 0"),
         *refusals.WRONG_OPTIONS,
     ],
-)
+)  # fmt: skip
 def test_a_wrong_value_is_refused_by_name(changes, message):
     assert_refused(ValueError, message, good() | changes)
 
@@ -206,26 +193,18 @@ def test_a_wrong_value_is_refused_by_name(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"block_table": np.zeros((2, 6), np.int32)},
-            "block_table has 2 rows; expected 3, one for each sequence",
-        ),
+        ({"block_table": np.zeros((2, 6), np.int32)},
+         "block_table has 2 rows; expected 3, one for each sequence"),
         ({"block_table": np.zeros(3, np.int32)}, "block_table has 1 axes, .*; expected 2: batch"),
         ({"k": np.zeros((128, 3, 40), np.float32)}, "k has 3 axes, .*; expected 4: pages, page_"),
-        (
-            {"block_table": [[3, 1, 16, -9, -9, -9], [-9] * 6, [15, 0, 5, 6, 7, 8]]},
-            r"block_table\[0, 2\] is 16; expected 0 to 15, as there are 16 pages",
-        ),
-        (
-            {"block_table": [[3, 1, 2, -9, -9, -9], [-9] * 6, [15, 0, 5, 6, 7, -1]]},
-            r"block_table\[2, 5\] is -1; expected 0 to 15",
-        ),
-        (
-            {"block_table": [[3, 1], [1, 1], [1, 1]]},
-            "cu_seqlens_k gives sequence 0 20 keys; expected at most 16, the rows of its pages",
-        ),
+        ({"block_table": [[3, 1, 16, -9, -9, -9], [-9] * 6, [15, 0, 5, 6, 7, 8]]},
+         r"block_table\[0, 2\] is 16; expected 0 to 15, as there are 16 pages"),
+        ({"block_table": [[3, 1, 2, -9, -9, -9], [-9] * 6, [15, 0, 5, 6, 7, -1]]},
+         r"block_table\[2, 5\] is -1; expected 0 to 15"),
+        ({"block_table": [[3, 1], [1, 1], [1, 1]]},
+         "cu_seqlens_k gives sequence 0 20 keys; expected at most 16, the rows of its pages"),
     ],
-)
+)  # fmt: skip
 def test_a_page_that_is_not_there_is_refused(changes, message):
     assert_refused(ValueError, message, good_paged() | changes)
 
@@ -259,10 +238,8 @@ def test_a_wrong_kind_is_refused_by_name(changes, message):
 
 
 def test_integers_that_int32_does_not_hold_are_refused():
-    changes = {"cu_seqlens_k": [0, 1, 2, 2**31]}
-    assert_refused(
-        ValueError, "cu_seqlens_k holds integers that do not fit int32", good() | changes
-    )
+    message = "cu_seqlens_k holds integers that do not fit int32"
+    assert_refused(ValueError, message, good() | {"cu_seqlens_k": [0, 1, 2, 2**31]})
 
 
 @pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k", "seqused_k"])
@@ -278,16 +255,15 @@ def test_an_out_that_overlaps_lengths_is_refused(name):
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_an_out_that_overlaps_an_input_is_refused(name):
     arrays = {n: np.zeros((113, 6, 72), np.float32) for n in ("q", "k", "v")}
-    cu_seqlens = {"cu_seqlens_q": [0, 113], "cu_seqlens_k": [0, 113]}
-    most = {"max_seqlen_q": 113, "max_seqlen_k": 113}
-    arguments = arrays | cu_seqlens | most | {"out": arrays[name][::-1]}
+    lengths = {"cu_seqlens_k": [0, 113], "max_seqlen_q": 113, "max_seqlen_k": 113}
+    arguments = {**arrays, "cu_seqlens_q": [0, 113], **lengths, "out": arrays[name][::-1]}
     assert_refused(ValueError, f"out overlaps {name}; pass separate memory", arguments)
 
 
 def test_a_read_only_out_is_refused():
-    out = good()["out"]
-    out.flags.writeable = False
-    assert_refused(ValueError, "out is read-only", good() | {"out": out})
+    arguments = good()
+    arguments["out"].flags.writeable = False
+    assert_refused(ValueError, "out is read-only", arguments)
 
 
 @pytest.mark.skipif(gpu_unavailable() is None, reason="there is a GPU")
@@ -313,22 +289,18 @@ def test_numpy_arrays_are_computed_on_a_gpu_where_there_is_one(rng, monkeypatch)
     assert all(array is None or array.flags.c_contiguous for array in uploads[0])
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    return fake_gpu.install(monkeypatch)
-
-
 def on(gpu, **changes):
     """Return arguments on the fake GPU: 3 sequences, 113 queries, 203 keys."""
-    return {
-        "q": gpu.array(113, 6, 40),
-        "k": gpu.array(203, 3, 40),
-        "v": gpu.array(203, 3, 72),
-        "cu_seqlens_q": gpu.lengths(4),
-        "cu_seqlens_k": gpu.lengths(4),
-        "max_seqlen_q": 63,
-        "max_seqlen_k": 105,
-    } | changes
+    arrays = {"q": gpu.array(113, 6, 40), "k": gpu.array(203, 3, 40), "v": gpu.array(203, 3, 72)}
+    starts = {"cu_seqlens_q": gpu.lengths(4), "cu_seqlens_k": gpu.lengths(4)}
+    return {**arrays, **starts, "max_seqlen_q": 63, "max_seqlen_k": 105, **changes}
+
+
+def paged_on(gpu, **changes):
+    """Return the arguments of `on`, but with keys in 31 pages of 16 rows, and their lengths."""
+    pages = {"k": gpu.array(31, 16, 3, 40), "v": gpu.array(31, 16, 3, 72)}
+    tables = {"seqused_k": gpu.lengths(3), "block_table": gpu.lengths(3, 7)}
+    return on(gpu, **(pages | tables | changes))
 
 
 def test_the_kernel_is_told_where_the_arrays_and_the_sequences_lie(gpu):
@@ -363,12 +335,8 @@ def test_tensor_maps_are_of_the_packed_arrays(gpu):
 
 
 def test_the_kernel_is_told_of_pages(gpu):
-    arguments = on(
-        gpu,
-        k=gpu.array(31, 16, 3, 40),
-        v=gpu.array(31, 16, 3, 72),
-        block_table=gpu.lengths(3, 7, strides=(40, 4)),
-    )
+    table = gpu.lengths(3, 7, strides=(40, 4))
+    arguments = paged_on(gpu, block_table=table, seqused_k=None)
     out = flash_attention_varlen(**arguments)
     assert (out.shape, out.dtype) == ((113, 6, 72), np.float16)
     ((_, params),) = gpu.launches
@@ -389,15 +357,11 @@ def test_a_call_with_the_same_shapes_is_prepared_once_wherever_the_arrays_lie(gp
 @pytest.mark.parametrize(
     "changes",
     [
-        {"causal": True},
-        {"softmax_scale": 0.5},
-        {"num_splits": 2},
-        {"batch_invariant": True},
-        {"max_seqlen_k": 50},
-        {"return_lse": True},
+        {"causal": True}, {"softmax_scale": 0.5}, {"num_splits": 2}, {"batch_invariant": True},
+        {"max_seqlen_k": 50}, {"return_lse": True},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_call_with_another_option_is_prepared_anew(gpu, changes):
     flash_attention_varlen(**on(gpu))
     flash_attention_varlen(**on(gpu, **changes))
@@ -461,9 +425,7 @@ def test_an_out_that_overlaps_an_input_on_the_gpu_is_refused_in_every_call(gpu, 
 
 @pytest.mark.parametrize("other", ["cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table"])
 def test_an_out_over_lengths_or_pages_is_refused_in_every_call(gpu, other):
-    pages = {"k": gpu.array(31, 16, 3, 40), "v": gpu.array(31, 16, 3, 72)}
-    tables = {"seqused_k": gpu.lengths(3), "block_table": gpu.lengths(3, 7)}
-    arguments = on(gpu, out=gpu.array(113, 6, 72), **pages, **tables)
+    arguments = paged_on(gpu, out=gpu.array(113, 6, 72))
     flash_attention_varlen(**arguments)
     over = gpu.array(113, 6, 72, address=arguments[other].data.ptr - 16)
     with pytest.raises(ValueError, match=f"out overlaps {other}; pass separate memory"):
@@ -479,9 +441,7 @@ def test_an_array_that_is_missing_on_the_gpu_is_a_type_error(gpu, name):
 
 @pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table"])
 def test_lengths_and_pages_at_an_address_that_no_load_can_use_are_copied(gpu, name):
-    pages = {"k": gpu.array(31, 16, 3, 40), "v": gpu.array(31, 16, 3, 72)}
-    tables = {"seqused_k": gpu.lengths(3), "block_table": gpu.lengths(3, 7)}
-    arguments = on(gpu, **pages, **tables)
+    arguments = paged_on(gpu)
     shifted = gpu.lengths(*arguments[name].shape, address=gpu.address() + 2)
     for _ in range(2):
         flash_attention_varlen(**(arguments | {name: shifted}))
@@ -534,10 +494,9 @@ def test_without_keys_the_kernel_fills_the_rows_of_sequences(gpu, most):
 
 
 def test_numpy_lengths_with_arrays_on_a_gpu_are_refused_with_the_remedy(gpu):
-    arguments = on(gpu, cu_seqlens_q=np.zeros(4, np.int32))
     message = r"cu_seqlens_q lies in host memory and q on a GPU; pass cupy\.asarray\(cu_seqlens_q\)"
     with pytest.raises(TypeError, match=message):
-        flash_attention_varlen(**arguments)
+        flash_attention_varlen(**on(gpu, cu_seqlens_q=np.zeros(4, np.int32)))
 
 
 def test_lengths_on_a_gpu_with_numpy_arrays_are_refused_with_the_remedy(gpu):
@@ -550,15 +509,11 @@ def test_arrays_on_a_gpu_are_not_computed_on_the_cpu(gpu):
         flash_attention_varlen(**on(gpu), backend="cpu")
 
 
-# The plan
-
-
 @pytest.mark.parametrize("pages", [0, 31])
 def test_a_plan_is_what_the_call_is_computed_by(gpu, pages):
     paged = {name: gpu.array(pages, 16, 3, dim) for name, dim in (("k", 40), ("v", 72))}
-    arguments = on(gpu, causal=True, num_splits=3)
-    if pages:
-        arguments |= paged | {"block_table": gpu.lengths(3, 9)}
+    paged |= {"block_table": gpu.lengths(3, 9)}
+    arguments = on(gpu, causal=True, num_splits=3, **(paged if pages else {}))
     flash_attention_varlen(**arguments)
     made = plan(flash_attention_varlen, **arguments, arch="sm_90")
     assert gpu.compiled == [made.unit.title]
@@ -567,18 +522,14 @@ def test_a_plan_is_what_the_call_is_computed_by(gpu, pages):
 
 
 def test_the_cpu_is_planned_for_without_a_look_at_what_arrays_hold():
-    arguments = good()
-    arguments.pop("out")
-    made = plan(flash_attention_varlen, **arguments, backend="cpu", tile=(16, 32))
+    planned = functools.partial(plan, flash_attention_varlen, backend="cpu")
+    arguments = {name: value for name, value in good().items() if name != "out"}
+    made = planned(**arguments, tile=(16, 32))
     assert (made.family, made.tile.Bc) == ("cpu", 32)
-    assert made == plan(
-        flash_attention_varlen,
-        **(arguments | {"q": np.full_like(arguments["q"], np.nan)}),
-        backend="cpu",
-        tile=(16, 32),
-    )
+    nan = {"q": np.full_like(arguments["q"], np.nan)}
+    assert made == planned(**(arguments | nan), tile=(16, 32))
     with pytest.raises(ValueError, match="arch is 'sm_90', but backend is 'cpu'"):
-        plan(flash_attention_varlen, **arguments, backend="cpu", arch="sm_90")
+        planned(**arguments, arch="sm_90")
 
 
 def test_a_plan_is_refused_where_the_call_is(gpu):
@@ -590,9 +541,9 @@ def test_a_plan_is_refused_where_the_call_is(gpu):
 
 def test_biases_masks_and_trees_are_as_long_as_the_call_says_sequences_may_be(rng):
     lengths = {"cu_seqlens_q": [0, 5, 12], "cu_seqlens_k": [0, 9, 20]}
-    arrays = {n: rng.standard_normal((20, 2, 8), np.float32) for n in ("k", "v")}
-    arrays |= {n: np.array(x, np.int32) for n, x in lengths.items()}
-    call = arrays | {"q": rng.standard_normal((12, 2, 8), np.float32)}
+    call = {n: rng.standard_normal((20, 2, 8), np.float32) for n in ("k", "v")}
+    call |= {n: np.array(x, np.int32) for n, x in lengths.items()}
+    call |= {"q": rng.standard_normal((12, 2, 8), np.float32)}
     call |= {"max_seqlen_q": 16, "max_seqlen_k": 31}
     of_pairs = {
         "bias": rng.standard_normal((2, 12, 31), np.float32),

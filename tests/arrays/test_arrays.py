@@ -71,20 +71,14 @@ def test_the_address_of_a_reversed_array_is_that_of_its_first_element():
 @pytest.mark.parametrize(
     ("view", "readable"),
     [
-        (lambda a: a, True),
-        (lambda a: a[:, ::2], True),
-        (lambda a: a[::-1, ::-1, ::-1], True),
-        (lambda a: a[..., 1:], True),
-        (lambda a: a.swapaxes(1, 2), True),
-        (lambda a: np.broadcast_to(a[:, :1], SHAPE), True),
-        (lambda a: a[..., :1], True),
-        (lambda a: a[:0, ..., ::2], True),
-        (lambda a: a[..., ::2], False),
-        (lambda a: a[..., ::-1], False),
-        (lambda a: a.swapaxes(2, 3), False),
+        (lambda a: a, True), (lambda a: a[:, ::2], True), (lambda a: a[::-1, ::-1, ::-1], True),
+        (lambda a: a[..., 1:], True), (lambda a: a.swapaxes(1, 2), True),
+        (lambda a: np.broadcast_to(a[:, :1], SHAPE), True), (lambda a: a[..., :1], True),
+        (lambda a: a[:0, ..., ::2], True), (lambda a: a[..., ::2], False),
+        (lambda a: a[..., ::-1], False), (lambda a: a.swapaxes(2, 3), False),
         (lambda a: np.broadcast_to(a[..., :1], SHAPE), False),
     ],
-)
+)  # fmt: skip
 def test_an_array_is_read_in_place_where_its_last_axis_is_contiguous(view, readable):
     array = view(np.zeros(SHAPE, np.float32))
     assert strided.is_readable_in_place(array) == readable

@@ -76,11 +76,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> fake_gpu.FakeGpu:
     monkeypatch.setattr(
         fake_gpu.FakeArray, "__dlpack__", lambda self, stream: (self, stream), raising=False
     )
-    monkeypatch.setitem(
-        sys.modules,
-        "jax",
-        SimpleNamespace(dlpack=SimpleNamespace(from_dlpack=lambda array: ("public", array))),
-    )
+    dlpack = SimpleNamespace(from_dlpack=lambda array: ("public", array))
+    monkeypatch.setitem(sys.modules, "jax", SimpleNamespace(dlpack=dlpack))
     monkeypatch.setattr(
         jax_arrays, "_adopt", lambda: lambda capsule, *others: ("private", *capsule, *others)
     )

@@ -13,7 +13,10 @@ import cupy_flash
 torch = pytest.importorskip("torch")
 ct = pytest.importorskip("cupy_flash.torch")
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 def imaginary(x: Any) -> Any:
@@ -52,6 +55,15 @@ def slopes(x: Any) -> Any:
     return torch.tensor([0.5, 0.25], device=x.device)
 
 
+def lse_of(x: Any) -> Any:
+    return torch.zeros(1, 1, 2, 5, device=x.device)
+
+
+def stacked(x: Any) -> Any:
+    """Return an array of queries, keys and values that views `x` three times."""
+    return x.expand(3, 5, 2, 8).transpose(0, 1)[None]
+
+
 # Calls in which only the named argument is `lazy`.
 CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "q": lambda x, lazy: cupy_flash.flash_attention(lazy, x, x),
@@ -61,12 +73,8 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "torch q": lambda x, lazy: ct.flash_attention(lazy, x, x),
     "bhsd": lambda x, lazy: ct.flash_attention(x, x, lazy, layout="bhsd"),
     "bias": lambda x, lazy: ct.flash_attention(x, x, x, bias=lazy.mT[:, :1, :1, :1]),
-    "qkvpacked": lambda x, lazy: cupy_flash.flash_attention_qkvpacked(
-        lazy.expand(3, 5, 2, 8).transpose(0, 1)[None]
-    ),
-    "torch qkvpacked": lambda x, lazy: ct.flash_attention_qkvpacked(
-        lazy.expand(3, 5, 2, 8).transpose(0, 1)[None]
-    ),
+    "qkvpacked": lambda x, lazy: cupy_flash.flash_attention_qkvpacked(stacked(lazy)),
+    "torch qkvpacked": lambda x, lazy: ct.flash_attention_qkvpacked(stacked(lazy)),
     "varlen": lambda x, lazy: cupy_flash.flash_attention_varlen(
         x[0], lazy[0], x[0], ends(x), ends(x), 3, 3
     ),
@@ -79,9 +87,7 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "appended": lambda x, lazy: cupy_flash.flash_attention_with_kvcache(
         x, cache_of(x), cache_of(x), lazy, x, cache_seqlens=2
     ),
-    "combine": lambda x, lazy: cupy_flash.combine(
-        lazy[None], torch.zeros(1, 1, 2, 5, device=x.device)
-    )[0],
+    "combine": lambda x, lazy: cupy_flash.combine(lazy[None], lse_of(x))[0],
     "dout": lambda x, lazy: gradients(x, lazy)[1],
     "reference": lambda x, lazy: cupy_flash.attention_reference(x, lazy, x),
 }
@@ -92,7 +98,6 @@ def gradients(x: Any, dout: Any) -> Any:
     return cupy_flash.flash_attention_backward(dout, x, x, x, out, lse)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("lazy", LAZY)
 @pytest.mark.parametrize("name", CALLS)
 def test_lazy_negation_is_resolved(name: str, lazy: Any, device: str) -> None:
@@ -105,7 +110,6 @@ def test_lazy_negation_is_resolved(name: str, lazy: Any, device: str) -> None:
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "bias"])
 def test_zeros_without_memory_are_zeros_or_refused(name: str, device: str) -> None:
     x = numbers(device)
@@ -118,7 +122,6 @@ def test_zeros_without_memory_are_zeros_or_refused(name: str, device: str) -> No
         assert torch.equal(found, CALLS[name](x, torch.zeros_like(x)))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("lazy", LAZY)
 def test_gradients_of_lazy_tensors_are_those_of_resolved_ones(lazy: Any, device: str) -> None:
     x, given, dout = numbers(device), numbers(device), numbers(device)
@@ -130,7 +133,6 @@ def test_gradients_of_lazy_tensors_are_those_of_resolved_ones(lazy: Any, device:
         assert torch.equal(found[0][0].resolve_neg(), found[1][0])
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("lazy", [*LAZY, zeros])
 def test_lazy_tensors_are_not_written(lazy: Any, device: str) -> None:
     x = numbers(device)
@@ -151,10 +153,9 @@ def test_lazy_tensors_are_not_written(lazy: Any, device: str) -> None:
     with pytest.raises(TypeError, match="dk is a lazy view"):
         cupy_flash.flash_attention_backward(x, x, x, x, out, lse, dk=written)
     with pytest.raises(TypeError, match="out is a lazy view"):
-        cupy_flash.combine(x[None], torch.zeros(1, 1, 2, 5, device=device), out=written)
+        cupy_flash.combine(x[None], lse_of(x), out=written)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_lazy_captures_are_refused(device: str) -> None:
     """Calls read captures in place, so a copy would not show later writes."""
     gain = negative(slopes(numbers(device)))
@@ -162,7 +163,6 @@ def test_lazy_captures_are_refused(device: str) -> None:
         cupy_flash.ScoreMod(lambda score, h, gain: score * gain[h], gain=gain)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_conjugation_is_resolved_before_the_dtype_is_refused(device: str) -> None:
     x = numbers(device)
     lazy = torch.complex(x, x).conj()
@@ -213,7 +213,6 @@ def test_what_has_no_memory_of_its_own_is_refused(attention: Any, make: Any, mes
         attention(x, make(x), x)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("attention", ATTENTION)
 def test_plain_subclasses_are_read(attention: Any, device: str) -> None:
     x = numbers(device)
@@ -223,7 +222,6 @@ def test_plain_subclasses_are_read(attention: Any, device: str) -> None:
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_masks_of_torch_are_read_in_their_dtypes(device: str) -> None:
     x = numbers(device)
     seen = torch.tensor(np.tri(5, dtype=bool), device=device)

@@ -75,9 +75,8 @@ class Tensor:
     is_conj = _is_zerotensor = is_neg
 
     def detach(self) -> Tensor:
-        return Tensor(
-            self._gpu, self.shape, self.dtype, address=self._address, strides=self._strides
-        )
+        place = {"address": self._address, "strides": self._strides}
+        return Tensor(self._gpu, self.shape, self.dtype, **place)
 
     def expand(self, shape: tuple[int, ...]) -> Tensor:
         return Tensor(self._gpu, shape, self.dtype, strides=(0,) * len(shape))
@@ -141,6 +140,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> fake_gpu.FakeGpu:
 def qkv(gpu: Any, dtype: str = "float16", **options: Any) -> dict[str, Tensor]:
     shapes = {"q": (2, 113, 6, 40), "k": (2, 203, 3, 40), "v": (2, 203, 3, 72)}
     return {name: Tensor(gpu, shape, dtype, **options) for name, shape in shapes.items()}
+
+
+def decoding_step(gpu: Any, caches: int = 3) -> tuple[Tensor, ...]:
+    """Return q, k_cache, v_cache, k and v of one decoding step for 3 sequences."""
+    shapes = [(3, 1, 6, 40), *[(caches, 61, 3, 40)] * 2, *[(3, 1, 3, 40)] * 2]
+    return tuple(Tensor(gpu, shape, "float16") for shape in shapes)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -251,11 +256,9 @@ def test_packed_and_cached_sequences_take_tensors_too(gpu):
     _, params = gpu.launches[-1]
     assert params["out"]["data"] == out.data_ptr()
     assert params["cu_seqlens_q"] == offsets.data_ptr()
-    caches = [Tensor(gpu, (4, 61, 3, 40), "float16") for _ in range(2)]
+    step, *caches, k, v = decoding_step(gpu, caches=4)
     lengths = Tensor(gpu, (3,), "int32")
-    step = Tensor(gpu, (3, 1, 6, 40), "float16")
-    new = [Tensor(gpu, (3, 1, 3, 40), "float16") for _ in range(2)]
-    out = flash_attention_with_kvcache(step, *caches, *new, cache_seqlens=lengths)
+    out = flash_attention_with_kvcache(step, *caches, k, v, cache_seqlens=lengths)
     assert gpu.written == caches
     assert out.shape == (3, 1, 6, 40)
     (_, append), (_, params) = gpu.launches[-2:]
@@ -301,14 +304,10 @@ def test_conversions_of_tensors_on_the_host_are_named_as_torch_names_them():
 
 
 def test_rotary_tables_of_torch_whose_rows_lie_apart_differently_are_copied(gpu):
-    caches = [Tensor(gpu, (3, 61, 3, 40), "float16") for _ in range(2)]
-    step = Tensor(gpu, (3, 1, 6, 40), "float16")
-    new = [Tensor(gpu, (3, 1, 3, 40), "float16") for _ in range(2)]
     cos = Tensor(gpu, (61, 8), "float16")
     sin = Tensor(gpu, (61, 8), "float16", strides=(24, 1))
-    out = flash_attention_with_kvcache(
-        step, *caches, *new, cache_seqlens=5, rotary_cos=cos, rotary_sin=sin
-    )
+    tables = {"rotary_cos": cos, "rotary_sin": sin}
+    out = flash_attention_with_kvcache(*decoding_step(gpu), cache_seqlens=5, **tables)
     assert type(out) is Tensor
     (_, append), _ = gpu.launches
     assert append["rotary_stride"] == 8
@@ -384,16 +383,9 @@ def test_a_repeated_call_and_its_gradients_launch_what_plain_ones_do(gpu, kind, 
     backward(dout, *inputs, out, lse, **whole)
     _, expected = structs_of(gpu, backward, dout, *inputs, out, lse, **whole)
     needed = tuple(name in wrt for name in "qkv")
+    saved = (*inputs, *results, *constants)
     for _ in range(3):
-        new, launched = structs_of(
-            gpu,
-            torch_autograd.gradients,
-            record,
-            (*inputs, *results, *constants),
-            dout,
-            dlse,
-            needed,
-        )
+        new, launched = structs_of(gpu, torch_autograd.gradients, record, saved, dout, dlse, needed)
         assert launched == expected
         for gradient, is_needed, like in zip(new, needed, inputs, strict=True):
             assert (gradient is not None) == is_needed
@@ -448,10 +440,8 @@ def test_parts_that_are_tensors_are_merged_where_they_lie(gpu, strides):
 def test_a_number_as_a_scale_is_filled_into_new_memory_in_each_call(gpu, library):
     shape = (3, 1, 6, 64)
     q = Tensor(gpu, shape, "float16") if library == "torch" else gpu.array(*shape)
-    placed = [
-        dispatch._copy_scales_to_gpu(Arguments(q=q, k_scale=scale, v_scale=1))
-        for scale in (0.5, 0.5, 2.0)
-    ]
+    given = [Arguments(q=q, k_scale=scale, v_scale=1) for scale in (0.5, 0.5, 2.0)]
+    placed = map(dispatch._copy_scales_to_gpu, given)
     scales = [array for each in placed for array in (each.k_scale, each.v_scale)]
     assert [array.filled for array in scales] == [0.5, 1, 0.5, 1, 2, 1]
     assert {(type(x), x.shape, str(x.dtype)) for x in scales} == {(type(q), (), "float32")}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import tracemalloc
+import functools
 from typing import Any
 
 import numpy as np
 import pytest
+from support.comparisons import assert_all_close, assert_all_equal, assert_same_bits, peak_memory
 from support.draws import few_then_slow
 from support.gradients.edge_gradients import (
     EXTREME_SCORES,
@@ -54,9 +55,6 @@ def test_gradients_are_right(kind: str, dtype: str, number: int, rng: Any) -> No
     check_gradients(call, call.run(np, backend="cpu", tile=tile))
 
 
-# Scratch
-
-
 @pytest.mark.parametrize(
     ("batch", "heads", "seqlen_q", "seqlen_k", "dim"),
     [(128, 12, 1, 197, 64), (64, 8, 1, 512, 64), (2048, 1, 1, 256, 4), (64, 32, 2, 128, 128)],
@@ -76,8 +74,7 @@ def test_short_queries_of_many_sequences_fit_into_scratch(
 def test_sequences_without_keys_are_one_pass_and_give_sinks_the_gradient_of_lse(
     monkeypatch: Any,
 ) -> None:
-    passes = []
-    make = cpu_backward.GradientPass.make
+    passes, make = [], cpu_backward.GradientPass.make
     monkeypatch.setattr(
         cpu_backward.GradientPass, "make", lambda *a, **o: passes.append(a) or make(*a, **o)
     )
@@ -151,21 +148,19 @@ def test_steps_of_whole_heads_are_right_and_do_not_depend_on_threads(
 ) -> None:
     arguments = small_call(rng, sizes, causal)
     monkeypatch.setattr(cpu_backward, "_run", None)
-    found = {}
+    found = []
     for threads in (1, 2, 5):
         monkeypatch.setattr(untiled_backward, "cpus", lambda n=threads: n)
-        found[threads] = flash_attention_backward(*arguments, causal=causal, backend="cpu")
-    check_small(arguments, found[1], causal)
-    for gradient, *others in zip(*found.values(), strict=True):
-        assert all(gradient.tobytes() == other.tobytes() for other in others)
+        found.append(flash_attention_backward(*arguments, causal=causal, backend="cpu"))
+        assert_same_bits(found[-1], found[0])
+    check_small(arguments, found[0], causal)
 
 
 def test_a_value_that_is_not_finite_leaves_all_steps_to_tiles(rng: Any, monkeypatch: Any) -> None:
     for row in (0, 129):
         arguments = small_call(rng, (9, 130, 65), False)
         arguments[1][4, row, 1, 3] = np.inf
-        for one, other in zip(*both_ways(monkeypatch, arguments), strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+        assert_all_close(*both_ways(monkeypatch, arguments), rtol=1e-4, atol=1e-5)
 
 
 def test_rows_without_keys_have_no_part_in_gradients(rng: Any) -> None:
@@ -180,8 +175,7 @@ def test_rows_without_keys_have_no_part_in_gradients(rng: Any) -> None:
             array[:, :first] = np.nan
         dq, dk, dv = flash_attention_backward(dout, q, k, v, out, lse, causal=True, backend="cpu")
         assert not dq[:, :first].any()
-        for one, other in zip((dq[:, first:], dk, dv), expected, strict=True):
-            np.testing.assert_array_equal(one, other)
+        assert_all_equal((dq[:, first:], dk, dv), expected)
 
 
 def test_empty_sequences_take_no_pass_and_no_record(monkeypatch: Any) -> None:
@@ -211,8 +205,7 @@ def test_values_that_are_not_finite_go_no_further_in_a_small_call(
             array[1, 2, row] = value
         else:
             array[1, row, 2, 5] = value
-        for one, other in zip(*both_ways(monkeypatch, arguments, causal=causal), strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+        assert_all_close(*both_ways(monkeypatch, arguments, causal=causal), rtol=1e-4, atol=1e-5)
 
 
 def random_sizes(rng: Any) -> tuple[int, ...]:
@@ -264,18 +257,11 @@ def test_what_a_plan_accepts_is_computed_and_the_default_tile_is_accepted(rng: A
     assert accepted > 60
 
 
-# Bitwise reproducibility
-
-
 BIASES = {
-    "of all pairs": (2, 6, 70, 90),
-    "of all sequences": (1, 6, 70, 90),
-    "of all heads": (2, 1, 70, 90),
-    "of all rows": (2, 6, 1, 90),
-    "of all keys": (2, 6, 70, 1),
-    "of all heads and keys": (1, 1, 70, 1),
-    "of all but keys": (1, 1, 1, 90),
-}
+    "of all pairs": (2, 6, 70, 90), "of all sequences": (1, 6, 70, 90),
+    "of all heads": (2, 1, 70, 90), "of all rows": (2, 6, 1, 90), "of all keys": (2, 6, 70, 1),
+    "of all heads and keys": (1, 1, 70, 1), "of all but keys": (1, 1, 1, 90),
+}  # fmt: skip
 
 
 def random_arrays(rng: Any, *, rows: tuple[int, ...] = (2, 70), keys: tuple[int, ...] = (2, 90)):
@@ -312,14 +298,10 @@ def test_threads_do_not_change_a_bit(bias: str, causal: bool, rng: Any, monkeypa
         ),
     }
     out, lse = flash_attention(q, k, v, return_lse=True, **options)
-    names = ("q", "k", "v", "bias", "sinks", "score_mod.table")
-
-    def call() -> Any:
-        return flash_attention_backward(
-            *(dout, q, k, v, out, lse), dlse=lse, wrt=names, tile=Tile(4, 16), **options
-        )
-
-    on_threads(monkeypatch, call)
+    wrt = ("q", "k", "v", "bias", "sinks", "score_mod.table")
+    options |= {"dlse": lse, "wrt": wrt, "tile": Tile(4, 16)}
+    call = functools.partial(flash_attention_backward, dout, q, k, v, out, lse)
+    on_threads(monkeypatch, functools.partial(call, **options))
 
 
 def test_threads_do_not_change_a_bit_of_packed_gradients(rng: Any, monkeypatch: Any) -> None:
@@ -331,19 +313,9 @@ def test_threads_do_not_change_a_bit_of_packed_gradients(rng: Any, monkeypatch: 
     options: dict[str, Any] = {"causal": True, "seqused_k": used, "bias": bias}
     lengths = starts_q, starts_k, 80, 70
     out, lse = flash_attention_varlen(q, k, v, *lengths, return_lse=True, **options)
-
-    def call() -> Any:
-        return flash_attention_varlen_backward(
-            *(dout, q, k, v, out, lse, *lengths),
-            wrt=("k", "bias", "q", "v"),
-            tile=Tile(4, 16),
-            **options,
-        )
-
-    on_threads(monkeypatch, call)
-
-
-# Masks
+    options |= {"wrt": ("k", "bias", "q", "v"), "tile": Tile(4, 16)}
+    call = functools.partial(flash_attention_varlen_backward, dout, q, k, v, out, lse, *lengths)
+    on_threads(monkeypatch, functools.partial(call, **options))
 
 
 def test_a_hidden_value_leaves_no_trace(rng: Any) -> None:
@@ -355,8 +327,7 @@ def test_a_hidden_value_leaves_no_trace(rng: Any) -> None:
     out, lse = flash_attention(q, k, v, mask=seen, return_lse=True)
     v[:, ::7] = np.nan
     found = flash_attention_backward(dout, q, k, v, out, lse, **options)
-    for one, other in zip(found, exact, strict=True):
-        assert np.abs(one - other).max() < 1e-5
+    assert_all_close(found, exact, rtol=0, atol=1e-5)
 
 
 def test_rows_without_keys_leave_no_trace_whatever_they_hold(rng: Any) -> None:
@@ -367,8 +338,7 @@ def test_rows_without_keys_leave_no_trace_whatever_they_hold(rng: Any) -> None:
     q[:, :30] = np.nan
     dout[:, :30] = np.inf
     dq, dk, dv = flash_attention_backward(dout, q, k, v, out, lse, **options)
-    for one, other in zip((dq, dk, dv), exact, strict=True):
-        assert np.abs(one - other).max() < 1e-5
+    assert_all_close((dq, dk, dv), exact, rtol=0, atol=1e-5)
     assert not dq[:, :30].any()
     assert not dk[:, 40:].any()
     assert not dv[:, 40:].any()
@@ -418,9 +388,8 @@ def test_what_nobody_sees_leaves_no_trace(way: str, dtype: str, value: float, rn
     results = call.forward(arrays, np)
     expected = call.backward(arrays, results, np, tile=Tile(32, 48))
     found = call.backward(call.poisoned(arrays, value), results, np, tile=Tile(32, 48))
-    for one, other in zip(found, expected, strict=True):
-        assert np.isfinite(one.astype(np.float32)).all()
-        np.testing.assert_array_equal(one, other)
+    assert all(np.isfinite(gradient.astype(np.float32)).all() for gradient in found)
+    assert_all_equal(found, expected)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
@@ -482,18 +451,12 @@ def test_tiles_that_a_mask_hides_are_skipped(rng: Any, monkeypatch: Any) -> None
         assert sum(taken) == 2 * 96
 
 
-# Resources
-
-
 def test_memory_does_not_grow_with_the_score_matrix(rng: Any) -> None:
     seqlen = 6000
     q, k, v, dout = rng.standard_normal((4, 1, seqlen, 1, 8)).astype(np.float16)
     out, lse = flash_attention(q, k, v, return_lse=True)
     flash_attention_backward(dout, q, k, v, out, lse)
-    tracemalloc.start()
-    flash_attention_backward(dout, q, k, v, out, lse)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
+    peak = peak_memory(lambda: flash_attention_backward(dout, q, k, v, out, lse))
     assert peak < seqlen**2
 
 
@@ -502,9 +465,6 @@ def test_a_tile_too_large_for_scratch_is_refused(rng: Any) -> None:
     lse = np.zeros((1, 1, 5000), np.float32)
     with pytest.raises(ValueError, match="scratch per worker"):
         flash_attention_backward(dout, q, k, v, v, lse, tile=Tile(2000, 5000), backend="cpu")
-
-
-# Ordered accumulation
 
 
 def test_an_item_waits_until_those_before_it_have_passed() -> None:
@@ -532,9 +492,8 @@ def test_rows_of_extreme_scores_have_no_gradient(dtype: str, score: float, rng: 
     found, zeroed = gradients_of_padding(rng, np, dtype, 24, score)
     assert not found[0][0, :20].any()
     assert not found[0][1, 69].any()
-    for one, other in zip(found, zeroed, strict=True):
-        assert other.any()
-        np.testing.assert_array_equal(one, other)
+    assert all(gradient.any() for gradient in zeroed)
+    assert_all_equal(found, zeroed)
 
 
 def test_rows_of_extreme_scores_leave_no_trace_if_a_score_of_zero_is_nan(rng: Any) -> None:
@@ -547,9 +506,8 @@ def test_rows_of_extreme_scores_leave_no_trace_if_a_score_of_zero_is_nan(rng: An
     found = flash_attention_backward(dout, *inputs, **options)
     dout[:, :9] = 0
     expected = flash_attention_backward(dout, *inputs, **options)
-    for one, other in zip(found, expected, strict=True):
-        assert np.isfinite(one).all()
-        np.testing.assert_array_equal(one, other)
+    assert all(np.isfinite(gradient).all() for gradient in found)
+    assert_all_equal(found, expected)
     assert found[2].any()
 
 
@@ -557,10 +515,7 @@ def test_rows_of_extreme_scores_leave_no_trace_if_a_score_of_zero_is_nan(rng: An
 def test_what_only_hides_leaves_gradients_of_extreme_scores(hiding: str, rng: Any) -> None:
     q, k, v, dout = (rng.standard_normal((1, 40, 2, 16), np.float32) for _ in range(4))
     q[..., 0], k[..., 0] = 4000, -4000
-    nothing = {
-        "mask": np.ones((1, 1, 40, 40), bool),
-        "mask_mod": MaskMod(lambda i, j: i + j >= 0),
-    }
+    nothing = {"mask": np.ones((1, 1, 40, 40), bool), "mask_mod": MaskMod(lambda i, j: i + j >= 0)}
     found = []
     for options in ({}, {hiding: nothing[hiding]}):
         out, lse = flash_attention(q, k, v, return_lse=True, **options)

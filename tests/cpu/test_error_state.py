@@ -113,9 +113,8 @@ def assert_same_without_errors(call: Call) -> None:
         found = call.run(np.copy, **options)
     with np.errstate(all="ignore"):
         expected = call.run(np.copy, **options)
-    for one, other in zip(
-        [*found[0], *found[1].values()], [*expected[0], *expected[1].values()], strict=True
-    ):
+    found, expected = ([*results, *written.values()] for results, written in (found, expected))
+    for one, other in zip(found, expected, strict=True):
         if isinstance(other, (np.ndarray, np.generic)):
             assert one.tobytes() == other.tobytes()
         else:

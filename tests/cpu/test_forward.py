@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import tracemalloc
-import warnings
 
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.comparisons import assert_same_bits, peak_memory
 from threadpoolctl import threadpool_info
 
 from cupy_flash.cpu import forward as cpu_forward
@@ -40,21 +39,11 @@ def run(q, k, v, *, Br=64, Bc=64, causal=False, q_offset=0, scale=None, threads=
     if out is None:
         out = np.empty((batch, seqlen_q, heads_q, v.shape[3]), q.dtype)
     out[...] = np.nan
-    lse = np.full(
-        (batch, heads_q, seqlen_q), np.nan, np.float64 if q.dtype == np.float64 else np.float32
-    )
-    forward(
-        q,
-        k,
-        v,
-        out,
-        lse,
-        causal=causal,
-        q_offset=q_offset,
-        softmax_scale=head_dim**-0.5 if scale is None else scale,
-        tile=Tile(Br, Bc),
-        threads=threads,
-    )
+    lse_dtype = np.float64 if q.dtype == np.float64 else np.float32
+    lse = np.full((batch, heads_q, seqlen_q), np.nan, lse_dtype)
+    scale = head_dim**-0.5 if scale is None else scale
+    options = {"causal": causal, "q_offset": q_offset, "softmax_scale": scale}
+    forward(q, k, v, out, lse, tile=Tile(Br, Bc), threads=threads, **options)
     return out, lse
 
 
@@ -92,15 +81,10 @@ def test_equals_the_reference_for_any_shape_tile_mask_scale_and_layout(data):
     seqlen_q = draw(st.sampled_from([0, 1, 3, 17, 113, 150, 260]))
     seqlen_k = draw(st.sampled_from([0, 1, 3, 64, 70, 129, 203, 239]))
     heads_kv, group = draw(st.integers(1, 2)), draw(st.integers(1, 3))
-    q, k, v = random_qkv(
-        seqlen_q,
-        seqlen_k,
-        batch=draw(st.integers(0, 2)),
-        heads=(heads_kv * group, heads_kv),
-        dims=(draw(st.integers(1, 80)), draw(st.integers(1, 80))),
-        dtype=dtype,
-        seed=draw(st.integers(0, 2**32)),
-    )
+    heads, dims = (heads_kv * group, heads_kv), (draw(st.integers(1, 80)), draw(st.integers(1, 80)))
+    batch, seed = draw(st.integers(0, 2)), draw(st.integers(0, 2**32))
+    sizes = {"batch": batch, "heads": heads, "dims": dims}
+    q, k, v = random_qkv(seqlen_q, seqlen_k, **sizes, dtype=dtype, seed=seed)
     out = np.empty((*q.shape[:3], v.shape[3]), dtype)
     check(
         *(sometimes_strided(data, x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))),
@@ -214,8 +198,7 @@ def test_a_masked_key_of_a_small_call_leaves_no_trace(poison):
     clean = run(q, k, v, causal=True)
     k[:, -1] = poison
     out, lse = run(q, k, v, causal=True)
-    assert out[:, :-1].tobytes() == clean[0][:, :-1].tobytes()
-    assert lse[..., :-1].tobytes() == clean[1][..., :-1].tobytes()
+    assert_same_bits((out[:, :-1], lse[..., :-1]), (clean[0][:, :-1], clean[1][..., :-1]))
 
 
 def test_small_calls_take_axes_in_any_order_in_memory():
@@ -223,14 +206,8 @@ def test_small_calls_take_axes_in_any_order_in_memory():
     for seed in range(200):
         seqlen_q, seqlen_k = map(int, rng.integers(1, 6, 2))
         heads_kv, group, batch, dim = map(int, rng.integers(1, 4, 4))
-        arrays = random_qkv(
-            seqlen_q,
-            seqlen_k,
-            batch=batch,
-            heads=(heads_kv * group, heads_kv),
-            dims=(dim, dim),
-            seed=seed,
-        )
+        sizes = {"batch": batch, "heads": (heads_kv * group, heads_kv), "dims": (dim, dim)}
+        arrays = random_qkv(seqlen_q, seqlen_k, **sizes, seed=seed)
         check(*(in_memory_order(x, rng.permutation(4)) for x in arrays))
 
 
@@ -248,8 +225,7 @@ def test_rows_of_a_small_call_that_see_no_key_are_zero():
 
 
 def test_rows_that_see_no_key_are_no_part_of_a_step(monkeypatch):
-    rows = []
-    make = cpu_forward.Pass.make
+    rows, make = [], cpu_forward.Pass.make
     monkeypatch.setattr(
         cpu_forward.Pass, "make", lambda q, *of: rows.append(q.shape[1]) or make(q, *of)
     )
@@ -279,16 +255,7 @@ def test_scratch_of_calls_before_leaves_no_trace():
 
 
 def test_the_default_tile_has_rows_for_all_query_heads_of_a_key_head():
-    decode = make_contiguous_problem(
-        dtype="float32",
-        batch=1,
-        seqlen_q=2,
-        seqlen_k=4096,
-        heads_q=32,
-        heads_kv=4,
-        head_dim=64,
-        head_dim_v=64,
-    )
+    decode = problem_of("float32", 2, 4096, 64, 64, heads=(32, 4))
     assert cpu_forward.default_tile(decode) == Tile(2 * 8, 4096)
     # The scratch of four workers fits, whatever the head dims are.
     wide = dataclasses.replace(decode, dtype="float64", head_dim=256, head_dim_v=256)
@@ -306,24 +273,13 @@ def test_same_bits_whatever_the_number_of_threads(dtype):
     q, k, v = random_qkv(799, 513, heads=(4, 2), dtype=dtype)
     first = run(q, k, v, causal=True, threads=1)
     for threads in (1, 2, 3, 7):
-        for one, other in zip(first, run(q, k, v, causal=True, threads=threads), strict=True):
-            assert one.tobytes() == other.tobytes()
+        assert_same_bits(first, run(q, k, v, causal=True, threads=threads))
 
 
 def test_lse_can_be_left_out():
     q, k, v = random_qkv(70, 70)
     out = np.full_like(q, np.nan)
-    forward(
-        q,
-        k,
-        v,
-        out,
-        None,
-        causal=False,
-        q_offset=0,
-        softmax_scale=40**-0.5,
-        tile=Tile(64, 64),
-    )
+    forward(q, k, v, out, None, causal=False, q_offset=0, softmax_scale=40**-0.5, tile=Tile(64, 64))
     np.testing.assert_array_equal(out, run(q, k, v)[0])
 
 
@@ -334,12 +290,7 @@ def test_scratch_stays_under_64_MB_however_many_threads_are_asked_for(dtype, thr
     out = np.empty_like(q)
     tile = default_tile(problem_of(q.dtype, 4096, 4096, 128, 128))
     options = {"causal": False, "q_offset": 0, "softmax_scale": 0.1, "tile": tile}
-    tracemalloc.start()
-    try:
-        forward(q, k, v, out, None, threads=threads, **options)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    peak = peak_memory(lambda: forward(q, k, v, out, None, threads=threads, **options))
     assert peak < 64 << 20
 
 
@@ -451,17 +402,10 @@ def test_the_bits_of_small_calls_and_of_whole_heads_do_not_depend_on_threads():
             assert first.tobytes() == other.tobytes()
 
 
-def problem_of(dtype, seqlen_q, seqlen_k, head_dim, head_dim_v) -> Problem:
-    return make_contiguous_problem(
-        dtype=np.dtype(dtype).name,
-        batch=1,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        heads_q=2,
-        heads_kv=2,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-    )
+def problem_of(dtype, seqlen_q, seqlen_k, head_dim, head_dim_v, heads=(2, 2)) -> Problem:
+    sizes = {"batch": 1, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": head_dim}
+    sizes |= {"head_dim_v": head_dim_v, "heads_q": heads[0], "heads_kv": heads[1]}
+    return make_contiguous_problem(dtype=np.dtype(dtype).name, **sizes)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -476,9 +420,7 @@ def test_candidate_tiles_are_distinct_and_let_four_workers_run(dtype, shape):
 
 
 def blas_threads():
-    return [
-        library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"
-    ]
+    return [x["num_threads"] for x in threadpool_info() if x["user_api"] == "blas"]
 
 
 def test_blas_has_its_threads_back_afterwards_also_after_an_error(monkeypatch):
@@ -499,11 +441,10 @@ def test_blas_has_its_threads_back_afterwards_also_after_an_error(monkeypatch):
     assert blas_threads() == before
 
 
+@pytest.mark.filterwarnings("error")
 def test_no_numpy_warning_reaches_the_caller():
     q, k, v = random_qkv(200, 203, dtype=np.float16)
     k[0, 3], v[0, 5], q[0, 7] = np.inf, np.nan, 6e4
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run(q, k, v, causal=True, q_offset=-20, threads=1)
-        attention_reference(q, k, v, causal=True, q_offset=-20)
-        attention_naive(q, k, v, causal=True, q_offset=-20)
+    run(q, k, v, causal=True, q_offset=-20, threads=1)
+    attention_reference(q, k, v, causal=True, q_offset=-20)
+    attention_naive(q, k, v, causal=True, q_offset=-20)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.comparisons import assert_all_close, assert_same_bits
 from support.gpu.gpu_support import DTYPES, lse_bound
 
 from cupy_flash.cpu import forward as cpu_forward
@@ -33,8 +34,6 @@ PAGE = 5
 BC = 8
 TILE = Tile(4, BC)
 HEADS = [(1, 1), (4, 2), (6, 2), (3, 1), (2, 2)]
-
-# Calls
 
 
 @dataclass
@@ -129,18 +128,12 @@ class Call:
     def run(self, *, tile=TILE, threads=1, batch_invariant=False, with_lse=True):
         """Return (out, lse), in buffers that held NaN before."""
         out = np.full(self.q.shape, np.nan, self.q.dtype)
-        kept = compute_dtype(self.q.dtype)
-        heads_q = self.heads[0]
-        shape = (heads_q, len(self.q)) if self.kind == "varlen" else (self.batch, heads_q)
-        shape = shape if self.kind == "varlen" else (*shape, self.seqlen_q)
-        lse = np.full(shape, np.nan, kept) if with_lse else None
-        options = {
-            "causal": self.causal,
-            "softmax_scale": self.own_scale,
-            "tile": tile,
-            "threads": threads,
-            "bound_mods": self.bound_mods,
-        }
+        shape = (self.batch, self.heads[0], self.seqlen_q)
+        if self.kind == "varlen":
+            shape = (self.heads[0], len(self.q))
+        lse = np.full(shape, np.nan, compute_dtype(self.q.dtype)) if with_lse else None
+        options = {"causal": self.causal, "softmax_scale": self.own_scale}
+        options |= {"tile": tile, "threads": threads, "bound_mods": self.bound_mods}
         arrays = self.q, self.k, self.v, out, lse
         if self.kind == "dense":
             offset = self.seqlen_k - self.seqlen_q if self.q_offset is None else self.q_offset
@@ -191,13 +184,8 @@ class Call:
                 lse_rows = (slice(None), rows)
                 start = start._replace(q_start=first, k_start=int(self.starts_k[b]))
             dense = [x[b][None].swapaxes(1, 2) for x in (self.q_of, self.k_of, self.v_of)]
-            same = {
-                "causal": self.causal,
-                "softmax_scale": self.scale,
-                "q_offset": self.q_offset,
-                "bound_mods": bound_mods,
-                "sequence": start,
-            }
+            same = {"causal": self.causal, "softmax_scale": self.scale, "q_offset": self.q_offset}
+            same |= {"bound_mods": bound_mods, "sequence": start}
             true_lse = exact_lse[lse_rows]
             naive = naive_formula(*dense, dtype=self.q.dtype, **same)[0].swapaxes(0, 1)
             allowed = error_bound(naive[None], exact[rows][None], self.q.dtype, lse=true_lse)
@@ -215,11 +203,6 @@ class Call:
             if lse is not None:
                 assert (lse[:, self.starts_q[-1] :] == -np.inf).all()
         return out, lse
-
-
-def assert_same_bits(some, others):
-    for one, other in zip(some, others, strict=True):
-        assert one.tobytes() == other.tobytes()
 
 
 # Modifications
@@ -372,34 +355,23 @@ def every_way(kind):
 
 def hiding(call, key, rows=slice(None)):
     """Yield modifications that mask keys from `key` on for some rows, and no key for others."""
-    shape = call.table_shape
-    mask = np.ones(shape, bool)
+    mask = np.ones(call.table_shape, bool)
     mask[..., rows, key:] = False
-    bias = np.where(mask, np.float32(0.5), -np.inf).astype(np.float32)
-    offset = call.seqlen_k - call.seqlen_q
     hidden_rows = np.zeros(call.seqlen_q, bool)
     hidden_rows[rows] = True
+    same = {"hidden": hidden_rows, "offset": call.seqlen_k - call.seqlen_q, "key": key}
+
+    def hidden_score(score, i, j, hidden, offset, key):
+        return np.where((j >= key) & hidden[i - offset], -np.inf, score)
+
+    def is_visible(i, j, hidden, offset, key):
+        return (j < key) | ~hidden[i - offset]
+
     yield {"mask": mask}
-    yield {"bias": bias}
+    yield {"bias": np.where(mask, np.float32(0.5), -np.inf).astype(np.float32)}
     yield {"mask": mask, "bias": np.where(mask, 0.25, np.nan).astype(np.float32)}
-    yield {
-        "mask_mod": MaskMod(
-            lambda i, j, hidden, offset, key: (j < key) | ~hidden[i - offset],
-            hidden=hidden_rows,
-            offset=offset,
-            key=key,
-        )
-    }
-    yield {
-        "score_mod": ScoreMod(
-            lambda score, i, j, hidden, offset, key: np.where(
-                (j >= key) & hidden[i - offset], -np.inf, score
-            ),
-            hidden=hidden_rows,
-            offset=offset,
-            key=key,
-        )
-    }
+    yield {"mask_mod": MaskMod(is_visible, **same)}
+    yield {"score_mod": ScoreMod(hidden_score, **same)}
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
@@ -512,9 +484,9 @@ def test_padding_is_never_touched(rng):
             alone = Call("dense", rng, batch=1, seqlen_k=int(length), q_offset=0)
             alone.q, alone.k, alone.v = call.q[b : b + 1], call.k[b : b + 1], call.v[b : b + 1]
             alone.k, alone.v = alone.k[:, :length], alone.v[:, :length]
-            expected = alone.run(**way)
-            np.testing.assert_allclose(out[b], expected[0][0], rtol=0, atol=1e-6)
-            np.testing.assert_allclose(lse[b], expected[1][0], rtol=0, atol=1e-6)
+            expected_out, expected_lse = alone.run(**way)
+            expected = expected_out[0], expected_lse[0]
+            assert_all_close((out[b], lse[b]), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("q_offset", [0, 17, -6, 50])
@@ -650,27 +622,17 @@ def test_an_array_says_what_a_function_says(kind, dtype, rng):
     slopes = np.array([0.3, 0.1, 0.0, 0.5], np.float32)
     rows, keys = np.arange(call.seqlen_q)[:, None] + offset, np.arange(shape[-1])
     alibi = (-slopes[:, None, None] * np.abs(rows - keys).astype(np.float32))[None]
+    masked = MaskMod(
+        lambda b, h, i, j, mask, offset: mask[b, h, i - offset, j], mask=mask, offset=offset
+    )
+    biased = ScoreMod(
+        lambda score, b, h, i, j, bias, offset: score + bias[b, h, i - offset, j],
+        bias=bias,
+        offset=offset,
+    )
     same = [
-        (
-            {"mask": mask},
-            {
-                "mask_mod": MaskMod(
-                    lambda b, h, i, j, mask, offset: mask[b, h, i - offset, j],
-                    mask=mask,
-                    offset=offset,
-                )
-            },
-        ),
-        (
-            {"bias": bias},
-            {
-                "score_mod": ScoreMod(
-                    lambda score, b, h, i, j, bias, offset: score + bias[b, h, i - offset, j],
-                    bias=bias,
-                    offset=offset,
-                )
-            },
-        ),
+        ({"mask": mask}, {"mask_mod": masked}),
+        ({"bias": bias}, {"score_mod": biased}),
         ({"bias": alibi}, {"alibi_slopes": slopes}),
         ({"alibi_slopes": slopes}, {"alibi_slopes": np.tile(slopes, (2, 1))}),
         ({"mask": np.broadcast_to(mask[:1, :1], shape)}, {"mask": mask[:1, :1].copy()}),
@@ -695,8 +657,7 @@ def test_a_prefix_of_all_keys_undoes_causality_and_one_of_none_does_nothing(kind
             call.causal, call.modifications = causal, nothing
             plain = call.run(**way)
             call.causal, call.modifications = True, {"prefix_lens": np.full(3, prefix)}
-            for one, other in zip(plain, call.run(**way), strict=True):
-                np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+            assert_all_close(plain, call.run(**way), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -718,8 +679,7 @@ def test_a_prefix_is_seen_in_spite_of_a_window_too(kind, window, rng):
             reach=reach,
         )
         call.causal, call.modifications = False, {"mask_mod": seen}
-        for one, other in zip(found, call.run(), strict=True):
-            np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+        assert_all_close(found, call.run(), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["dense", "kvcache", "paged"])
@@ -730,8 +690,7 @@ def test_a_tree_that_is_one_branch_is_causal(kind, rng):
         call.causal, call.modifications = True, {"window_size": (None, None)}
         causal = call.run(**way)
         call.causal, call.modifications = False, {"tree_mask": np.tile(bits, (2, 1))}
-        for one, other in zip(causal, call.run(**way), strict=True):
-            np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+        assert_all_close(causal, call.run(**way), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -747,8 +706,7 @@ def test_modifications_that_say_nothing_change_nothing(kind, rng):
         {"prefix_lens": np.zeros(2, np.int32)},
     ):
         call.modifications = modifications
-        for one, other in zip(plain, call.run(), strict=True):
-            np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+        assert_all_close(plain, call.run(), rtol=0, atol=1e-6)
 
 
 # Bitwise reproducibility
@@ -864,8 +822,6 @@ def test_offsets_beyond_all_numbers_are_as_good_as_far_ones(q_offset, rng):
     assert not out.any()
     assert (lse == -np.inf).all()
     call.modifications = {"softcap": 2.0, "window_size": (None, 0)}
-    results = []
-    for call.q_offset in (q_offset, far if q_offset > 0 else -far):
-        results.append(call.run())
+    results = [call.run() for call.q_offset in (q_offset, far if q_offset > 0 else -far)]
     assert_same_bits(*results)
     assert results[0][0].any() == (q_offset > 0)

@@ -39,14 +39,10 @@ long = np.ones((1, 65536, 8, 64), np.float32)
 
 
 def run_script(text):
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COMMON + text],
-        cwd=ROOT,
-        env={**os.environ, "OPENBLAS_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [sys.executable, "-W", "ignore", "-c", COMMON + text]
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)}
+    options = {"capture_output": True, "text": True, "timeout": 120}
+    result = subprocess.run(command, cwd=ROOT, env=environment, **options)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

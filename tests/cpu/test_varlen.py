@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tracemalloc
-import warnings
 from itertools import pairwise
 
 import numpy as np
@@ -18,6 +16,7 @@ from support.calls.sequence_support import (
     random_kvcache_case,
     random_varlen_case,
 )
+from support.comparisons import assert_same_bits, peak_memory
 from support.draws import few_then_slow
 from support.gpu.gpu_support import DTYPES
 
@@ -54,8 +53,7 @@ def varlen_cases(draw):
     pairs = draw(st.lists(st.tuples(lengths, lengths), min_size=1, max_size=5))
     heads_q, heads_kv = draw(heads)
     return VarlenCase(
-        seqlens_q=tuple(seqlen_q for seqlen_q, _ in pairs),
-        seqlens_k=tuple(seqlen_k for _, seqlen_k in pairs),
+        *zip(*pairs, strict=True),
         heads_q=heads_q,
         heads_kv=heads_kv,
         seqused=draw(st.booleans()),
@@ -220,11 +218,6 @@ def test_same_bits_whatever_the_number_of_threads(dtype, batch_invariant):
         assert_same_bits(first, other)
 
 
-def assert_same_bits(some, others):
-    for one, other in zip(some, others, strict=True):
-        assert one.tobytes() == other.tobytes()
-
-
 # Invalid integers, which functions check on the host, and which kernels have to clamp
 
 
@@ -374,14 +367,10 @@ def test_sequences_without_keys_take_no_pass(batch_invariant, modifications):
     assert not out.any()
     np.testing.assert_array_equal(lse, np.broadcast_to(expected[:, None], lse.shape))
     cache = np.full((count, 1, 2, 16), np.nan, np.float32)
+    given = {"cache_seqlens": none[1:], "backend": "cpu", **options, **modifications}
     for table in (None, np.zeros((count, 1), np.int32)):
         out, lse = flash_attention_with_kvcache(
-            *(rows[:, None], cache, cache),
-            cache_seqlens=none[1:],
-            block_table=table,
-            **options,
-            **modifications,
-            backend="cpu",
+            rows[:, None], cache, cache, block_table=table, **given
         )
         assert not out.any()
         np.testing.assert_array_equal(lse, np.broadcast_to(expected[:, None], lse.shape))
@@ -476,17 +465,10 @@ def slice_of(problem, sequence, rows, keys=None):
     """Return the arguments for some rows of one sequence alone, over its first `keys` keys."""
     q, k, v = problem.dense[sequence]
     q, k, v = q[rows], k[:keys], v[:keys]
-    return problem.arguments() | {
-        "q": q,
-        "k": k,
-        "v": v,
-        "cu_seqlens_q": np.array([0, len(q)]),
-        "cu_seqlens_k": np.array([0, len(k)]),
-        "seqused_k": None,
-        "block_table": None,
-        "max_seqlen_q": len(q),
-        "max_seqlen_k": len(k),
-    }
+    arrays = {"q": q, "k": k, "v": v, "seqused_k": None, "block_table": None}
+    starts = {"cu_seqlens_q": np.array([0, len(q)]), "cu_seqlens_k": np.array([0, len(k)])}
+    most = {"max_seqlen_q": len(q), "max_seqlen_k": len(k)}
+    return problem.arguments() | arrays | starts | most
 
 
 @pytest.mark.parametrize("page_size", [0, 1, 16])
@@ -582,14 +564,13 @@ def test_rotation_keeps_the_dtype_and_leaves_the_other_columns_and_the_argument_
     assert (turned[..., :8] != x[..., :8]).any(axis=(-1, -2)).all()
 
 
+@pytest.mark.filterwarnings("error")
 def test_no_numpy_warning_reaches_the_caller():
     problem = VarlenCase((50, 0, 300), (20, 9, 280), dtype="float16", causal=True).problem()
     arguments = problem.arguments()
     arguments["k"][3], arguments["v"][5], arguments["q"][7] = np.inf, np.nan, 6e4
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for batch_invariant in (False, True):
-            run_varlen(arguments, threads=1, batch_invariant=batch_invariant)
+    for batch_invariant in (False, True):
+        run_varlen(arguments, threads=1, batch_invariant=batch_invariant)
 
 
 def test_the_default_key_tile_leaves_no_tail_in_vector_loops():
@@ -606,22 +587,9 @@ def test_of_pages_that_are_read_once_no_more_is_copied_than_the_tiles_at_hand(
     k, v = (np.ones((16384 // page_size, page_size, 8, 128), np.float32) for _ in range(2))
     q = np.ones((1, 1, 16, 128), np.float32)
     out = np.empty_like(q)
-    table = np.arange(len(k), dtype=np.int32)[None]
-    tracemalloc.start()
-    try:
-        kvcache_forward(
-            *(q, k, v, out, None),
-            lengths=np.array([length]),
-            cache_batch_idx=None,
-            block_table=table,
-            causal=False,
-            softmax_scale=1.0,
-            threads=4,
-        )
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < most
+    where = {"block_table": np.arange(len(k), dtype=np.int32)[None], "cache_batch_idx": None}
+    options = {"lengths": np.array([length]), "causal": False, "softmax_scale": 1.0, "threads": 4}
+    assert peak_memory(lambda: kvcache_forward(q, k, v, out, None, **where, **options)) < most
     np.testing.assert_allclose(out, 1, rtol=1e-5)
 
 
@@ -632,13 +600,9 @@ def test_empty_caches_and_sequences_are_few_records(monkeypatch):
     monkeypatch.setattr(varlen._WorkItem, "whole", lambda *of: made.append(of) or whole(*of))
     q, cache = np.ones((count, 1, 2, 16), np.float32), np.ones((count, 4, 2, 16), np.float32)
     none = np.zeros(count, np.int32)
-    pages = {"block_table": np.zeros((count, 1), np.int32)}
-    chosen = {"cache_batch_idx": none}
-    for options in ({}, pages, chosen):
-        out = flash_attention_with_kvcache(
-            q, cache, cache, cache_seqlens=none, backend="cpu", **options
-        )
-        assert not out.any()
+    given = {"cache_seqlens": none, "backend": "cpu"}
+    for where in ({}, {"block_table": none[:, None]}, {"cache_batch_idx": none}):
+        assert not flash_attention_with_kvcache(q, cache, cache, **given, **where).any()
     starts, each = np.zeros(count + 1, np.int32), np.arange(count + 1, dtype=np.int32)
     for starts_q in (starts, each):
         packed = q[:, 0], cache[:, 0], cache[:, 0], starts_q, starts, 4, 4

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.comparisons import assert_all_close
 
 import cupy_flash
 
@@ -37,15 +38,13 @@ def formula(q: Any, k: Any, v: Any, bias: Any) -> Any:
 
 
 def assert_alike(got: Callable[..., Any], expected: Callable[..., Any], inputs: list[Any]) -> None:
-    places = tuple(range(len(inputs)))
-    pairs = zip(
-        jax.grad(lambda *xs: (got(*xs) ** 2).sum(), places)(*inputs),
-        jax.grad(lambda *xs: (expected(*xs) ** 2).sum(), places)(*inputs),
-        strict=True,
-    )
-    for x, y in pairs:
-        # Each element sums at most 300 products of order 1, in float32 on both sides.
-        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=0, atol=300 * 2**-20)
+    def gradients(function: Callable[..., Any]) -> list[np.ndarray]:
+        places = tuple(range(len(inputs)))
+        found = jax.grad(lambda *xs: (function(*xs) ** 2).sum(), places)(*inputs)
+        return [np.asarray(gradient) for gradient in found]
+
+    # Each element sums at most 300 products of order 1, in float32 on both sides.
+    assert_all_close(gradients(got), gradients(expected), rtol=0, atol=300 * 2**-20)
 
 
 def test_gradients_are_those_of_the_formula(device: Any) -> None:
@@ -78,9 +77,8 @@ def test_an_array_of_queries_keys_and_values_has_any_batch_axes(batch: tuple[int
 
 def test_an_array_of_queries_keys_and_values_is_checked() -> None:
     qkv = jax.numpy.ones((2, 7, 3, 4, 5))
-    with pytest.raises(
-        ValueError, match="layout is 'bhsd'; expected 'bshd', the only layout of qkv"
-    ):
+    message = "layout is 'bhsd'; expected 'bshd', the only layout of qkv"
+    with pytest.raises(ValueError, match=message):
         cj.flash_attention_qkvpacked(qkv, layout="bhsd")
     with pytest.raises(ValueError, match="qkv has shape"):
         cj.flash_attention_qkvpacked(qkv[:, :, 0])
@@ -90,21 +88,19 @@ def test_an_array_of_queries_keys_and_values_is_checked() -> None:
 
 def test_packed_sequences_are_differentiable(device: Any) -> None:
     inputs = arrays(device, (9, 3, 5), (11, 3, 5), (11, 3, 5))
-    ends_q, ends_k = (
-        jax.device_put(np.array(x, np.int32), device) for x in ([0, 4, 9], [0, 3, 11])
-    )
+    places = np.array([0, 4, 9], np.int32), np.array([0, 3, 11], np.int32)
+    ends_q, ends_k = (jax.device_put(x, device) for x in places)
 
     def expected(q: Any, k: Any, v: Any) -> Any:
         first = formula(q[None, :4], k[None, :3], v[None, :3], 0)
         second = formula(q[None, 4:], k[None, 3:], v[None, 3:], 0)
         return jax.numpy.concatenate([first[0], second[0]])
 
+    def got(q: Any, k: Any, v: Any) -> Any:
+        return cj.flash_attention_varlen(q, k, v, ends_q, ends_k, 5, 8)
+
     with jax.default_matmul_precision("highest"):
-        assert_alike(
-            lambda q, k, v: cj.flash_attention_varlen(q, k, v, ends_q, ends_k, 5, 8),
-            expected,
-            inputs,
-        )
+        assert_alike(got, expected, inputs)
 
 
 # Arguments that are NumPy arrays in a call; the others are JAX arrays.
@@ -199,10 +195,8 @@ def test_lists_of_traced_numbers_are_refused(name: str) -> None:
 
 def test_lists_that_change_after_the_call_do_not_change_its_gradients() -> None:
     (q,) = arrays(jax.devices("cpu")[0], (2, 7, 4, 5))
-    given: dict[str, Any] = {
-        "sinks": [0.5, 1, 0, 2],
-        "alibi_slopes": [[0.5, 1, 0, 2], [1, 2, 3, 4]],
-    }
+    slopes = [[0.5, 1, 0, 2], [1, 2, 3, 4]]
+    given: dict[str, Any] = {"sinks": [0.5, 1, 0, 2], "alibi_slopes": slopes}
     expected = jax.grad(lambda x: (cj.flash_attention(x, q, q, **given) ** 2).sum())(q)
     _, pull = jax.vjp(lambda x: (cj.flash_attention(x, q, q, **given) ** 2).sum(), q)
     given["sinks"][1] = given["alibi_slopes"][1][2] = 7
@@ -232,10 +226,9 @@ def test_what_has_no_gradient_and_what_is_no_array_yet_is_refused() -> None:
     slopes = jax.numpy.ones(2)
     with pytest.raises(TypeError, match="alibi_slopes is traced by JAX"):
         jax.grad(lambda slopes: cj.flash_attention(q, q, q, alibi_slopes=slopes).sum())(slopes)
+    message = r"q is traced by a transform such as jax.jit or jax.vmap"
     for transform in (jax.jit, jax.vmap):
-        with pytest.raises(
-            TypeError, match=r"q is traced by a transform such as jax.jit or jax.vmap"
-        ):
+        with pytest.raises(TypeError, match=message):
             transform(lambda q: cj.flash_attention(q, q, q))(q[None])
 
 

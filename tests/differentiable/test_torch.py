@@ -15,14 +15,16 @@ from cupy_flash.calls.gpu import prepared_calls
 torch = pytest.importorskip("torch")
 ct = pytest.importorskip("cupy_flash.torch")
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
 
 def tensors(device: str, *shapes: tuple[int, ...], dtype: Any = None) -> list[Any]:
     return [
         torch.randn(shape, dtype=dtype or torch.float64, device=device, requires_grad=True)
         for shape in shapes
     ]
+
+
+def integers(device: str, values: list[int]) -> Any:
+    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def qkv(device: str, dtype: Any = None) -> list[Any]:
@@ -39,22 +41,16 @@ def formula(q: Any, k: Any, v: Any) -> Any:
     return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(1, 2)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 def test_gradients_of_out_and_lse_are_those_of_finite_differences(device: str, layout: str) -> None:
     inputs = qkv(device)
     if layout == "bhsd":
         inputs = [x.detach().transpose(1, 2).requires_grad_() for x in inputs]
 
-    def attention(q: Any, k: Any, v: Any) -> Any:
-        return ct.flash_attention(
-            q, k, v, causal=True, window_size=(4, 0), layout=layout, return_lse=True
-        )
-
-    assert torch.autograd.gradcheck(attention, inputs)
+    options = {"causal": True, "window_size": (4, 0), "layout": layout, "return_lse": True}
+    assert torch.autograd.gradcheck(lambda q, k, v: ct.flash_attention(q, k, v, **options), inputs)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_bias_and_sinks_have_gradients_too(device: str) -> None:
     q, k, v = qkv(device)
     bias, sinks = tensors(device, (1, 4, 1, 9), (4,))
@@ -64,10 +60,8 @@ def test_bias_and_sinks_have_gradients_too(device: str) -> None:
 
     assert torch.autograd.gradcheck(attention, (q, k, v, bias, sinks))
     # Check the gradient of the sinks alone, too.
-    q, k, v = (x.detach() for x in (q, k, v))
-    assert torch.autograd.gradcheck(
-        lambda sinks: attention(q, k, v, bias.detach(), sinks), (sinks,)
-    )
+    rest = [x.detach() for x in (q, k, v, bias)]
+    assert torch.autograd.gradcheck(lambda sinks: attention(*rest, sinks), (sinks,))
 
 
 NUMBERS = [[0.1, 0.2, 0.3, 0.4], (0.1, -2, 0.3, 0), 0.25, 1, np.float32(0.5)]
@@ -76,12 +70,11 @@ NUMBERS = [[0.1, 0.2, 0.3, 0.4], (0.1, -2, 0.3, 0), 0.25, 1, np.float32(0.5)]
 @pytest.mark.parametrize("values", NUMBERS, ids=repr)
 @pytest.mark.parametrize("function", ["dense", "packed qkv", "varlen"])
 @pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
-@pytest.mark.parametrize("device", DEVICES)
 def test_slopes_and_sinks_may_be_numbers_or_lists(
     device: str, name: str, function: str, values: Any
 ) -> None:
     (q,) = tensors(device, (2, 7, 4, 5))
-    ends = torch.tensor([0, 7, 14], dtype=torch.int32, device=device)
+    ends = integers(device, [0, 7, 14])
 
     def of(x: Any, given: Any) -> Any:
         if function == "dense":
@@ -101,10 +94,8 @@ def test_slopes_and_sinks_may_be_numbers_or_lists(
 
 def test_lists_that_change_after_the_call_do_not_change_its_gradients() -> None:
     (q,) = tensors("cpu", (2, 7, 4, 5))
-    given: dict[str, Any] = {
-        "sinks": [0.5, 1, 0, 2],
-        "alibi_slopes": [[0.5, 1, 0, 2], [1, 2, 3, 4]],
-    }
+    slopes = [[0.5, 1, 0, 2], [1, 2, 3, 4]]
+    given: dict[str, Any] = {"sinks": [0.5, 1, 0, 2], "alibi_slopes": slopes}
     first, second = ((ct.flash_attention(q, q, q, **given) ** 2).sum() for _ in range(2))
     (expected,) = torch.autograd.grad(first, q)
     given["sinks"][1] = given["alibi_slopes"][1][2] = 7
@@ -122,22 +113,19 @@ def test_lists_of_tensors_that_require_a_gradient_are_refused(name: str) -> None
         cupy_flash.flash_attention(plain, plain, plain, **{name: [one] * 4})
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_packed_arrays_and_sequences_are_differentiable(device: str) -> None:
     (packed,) = tensors(device, (2, 6, 3, 2, 4))
     attention = ct.flash_attention_qkvpacked
     assert torch.autograd.gradcheck(lambda x: attention(x, causal=True), (packed,))
     q, k, v = tensors(device, (9, 4, 5), (11, 2, 5), (11, 2, 5))
-    ends_q = torch.tensor([0, 4, 9], dtype=torch.int32, device=device)
-    ends_k = torch.tensor([0, 3, 11], dtype=torch.int32, device=device)
+    lengths = integers(device, [0, 4, 9]), integers(device, [0, 3, 11]), 5, 8
 
     def varlen(q: Any, k: Any, v: Any) -> Any:
-        return ct.flash_attention_varlen(q, k, v, ends_q, ends_k, 5, 8, causal=True)
+        return ct.flash_attention_varlen(q, k, v, *lengths, causal=True)
 
     assert torch.autograd.gradcheck(varlen, (q, k, v))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_gradient_without_strides_is_read(device: str) -> None:
     inputs = qkv(device)
     expected = torch.autograd.grad(formula(*inputs).sum(), inputs)
@@ -147,12 +135,9 @@ def test_a_gradient_without_strides_is_read(device: str) -> None:
         np.testing.assert_allclose(x.cpu(), y.cpu(), rtol=0, atol=36 * 2**-50)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_used_keys_of_packed_sequences_alone_have_gradients(device: str) -> None:
     q, k, v = tensors(device, (9, 4, 5), (11, 2, 5), (11, 2, 5))
-    ends_q, ends_k, used = (
-        torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 4, 9], [0, 3, 11], [2, 8])
-    )
+    ends_q, ends_k, used = (integers(device, x) for x in ([0, 4, 9], [0, 3, 11], [2, 8]))
 
     def attention(q: Any, k: Any, v: Any) -> Any:
         return ct.flash_attention_varlen(q, k, v, ends_q, ends_k, 5, 8, seqused_k=used)
@@ -171,7 +156,6 @@ def test_what_would_have_no_gradient_is_refused() -> None:
     ct.flash_attention(q, k, v, causal=True, alibi_slopes=slopes.detach())
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_capture_that_would_have_no_gradient_is_refused(device: str) -> None:
     (gain,) = tensors(device, (4,))
     with pytest.raises(TypeError, match="gain"):
@@ -253,9 +237,8 @@ def test_an_array_of_queries_keys_and_values_has_any_batch_axes(batch: tuple[int
 
 def test_an_array_of_queries_keys_and_values_is_checked() -> None:
     (packed,) = tensors("cpu", (2, 6, 3, 2, 4))
-    with pytest.raises(
-        ValueError, match="layout is 'bhsd'; expected 'bshd', the only layout of qkv"
-    ):
+    message = "layout is 'bhsd'; expected 'bshd', the only layout of qkv"
+    with pytest.raises(ValueError, match=message):
         ct.flash_attention_qkvpacked(packed, layout="bhsd")
     with pytest.raises(ValueError, match="qkv has shape"):
         ct.flash_attention_qkvpacked(packed[:, :, 0])
@@ -263,7 +246,6 @@ def test_an_array_of_queries_keys_and_values_is_checked() -> None:
         ct.flash_attention_qkvpacked(packed.detach().numpy())
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_only_what_is_asked_for_is_computed(device: str) -> None:
     q, k, v = qkv(device)
     k = k.detach()
@@ -286,7 +268,6 @@ class Drop(torch.autograd.Function):
         return None, *gradients
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_what_gets_no_gradient_has_none_instead_of_zeros(device: str, return_lse: bool) -> None:
     q, k, v = qkv(device)
@@ -299,7 +280,6 @@ def test_what_gets_no_gradient_has_none_instead_of_zeros(device: str, return_lse
         assert q.grad is k.grad is v.grad is None
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_without_recording_there_is_no_graph(device: str) -> None:
     q, k, v = qkv(device)
     with torch.no_grad():
@@ -308,7 +288,6 @@ def test_without_recording_there_is_no_graph(device: str) -> None:
     assert not lse.requires_grad
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_second_derivative_is_an_error_and_not_zero(device: str) -> None:
     inputs = qkv(device)
     out = ct.flash_attention(*inputs)
@@ -343,8 +322,7 @@ def test_repeated_calls_have_the_gradients_of_a_plain_one(place: str, keep: str)
                 stack.enter_context(torch.cuda.stream(own))
             got = torch.autograd.grad(ct.flash_attention(*inputs, causal=True), wrt, dout)
         torch.cuda.synchronize()
-        for x, y in zip(got, expected, strict=False):
-            assert torch.equal(x, y)
+        assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=False))
 
 
 @pytest.mark.gpu
@@ -367,8 +345,7 @@ def test_a_graph_holds_a_call_and_its_gradients() -> None:
     for x in captured:
         x.fill_(math.nan)
     graph.replay()
-    for x, y in zip(captured, expected, strict=True):
-        assert torch.equal(x, y)
+    assert all(torch.equal(x, y) for x, y in zip(captured, expected, strict=True))
 
 
 @pytest.mark.gpu
@@ -410,7 +387,7 @@ def test_operators_are_as_torch_wants_them(kind: str) -> None:
         given: tuple[Any, ...] = (*qkv("cuda"), *modifications, True, None, None, "bshd")
         operator = torch.ops.cupy_flash.attention
     else:
-        ends = torch.tensor([0, 4, 9], dtype=torch.int32, device="cuda")
+        ends = integers("cuda", [0, 4, 9])
         rows = tensors("cuda", (9, 4, 5), (9, 2, 5), (9, 2, 5))
         given = (*rows, *modifications, ends, ends, 5, 5, None, True, None)
         operator = torch.ops.cupy_flash.attention_varlen

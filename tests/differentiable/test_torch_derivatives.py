@@ -13,7 +13,6 @@ import cupy_flash
 torch = pytest.importorskip("torch")
 ct = pytest.importorskip("cupy_flash.torch")
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Torch's own compiler and tracer use deprecated functions of torch.
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::torch.jit.TracerWarning"
@@ -37,9 +36,14 @@ def packed(x: Any, **options: Any) -> Any:
     return ct.flash_attention_qkvpacked(torch.stack((x, x, x), 2), **options)
 
 
+def lengths_on(device: Any) -> tuple[Any, ...]:
+    """Return the offsets and the largest lengths of two packed sequences of 4 rows."""
+    ends = torch.tensor([0, 1, 4], dtype=torch.int32, device=device)
+    return ends, ends, 3, 3
+
+
 def varlen(x: Any, **options: Any) -> Any:
-    ends = torch.tensor([0, 1, 4], dtype=torch.int32, device=x.device)
-    return ct.flash_attention_varlen(x[0], x[0], x[0], ends, ends, 3, 3, **options)
+    return ct.flash_attention_varlen(x[0], x[0], x[0], *lengths_on(x.device), **options)
 
 
 def with_lse(x: Any) -> Any:
@@ -52,9 +56,8 @@ def operator(x: Any) -> Any:
 
 
 def operator_varlen(x: Any) -> Any:
-    ends = torch.tensor([0, 1, 4], dtype=torch.int32, device=x.device)
     plain = (None, None, [None] * 8, [-1, -1], None)
-    lengths = (ends, ends, 3, 3, None)
+    lengths = (*lengths_on(x.device), None)
     return torch.ops.cupy_flash.attention_varlen(*[x[0]] * 3, *plain, *lengths, False, None)[0]
 
 
@@ -94,11 +97,9 @@ def double_jvp(attention: Any, x: Any, t: Any) -> Any:
     return torch.autograd.functional.jvp(attention, x, t)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("attention", FUNCTIONS + OPERATORS)
 @pytest.mark.parametrize(
-    "derivative",
-    [penalty, backward_twice, product("hvp"), product("vhp"), hessian, double_jvp],
+    "derivative", [penalty, backward_twice, product("hvp"), product("vhp"), hessian, double_jvp]
 )
 def test_second_derivatives_are_errors(derivative: Any, attention: Any, device: str) -> None:
     x, t = numbers(device), numbers(device)
@@ -106,7 +107,6 @@ def test_second_derivatives_are_errors(derivative: Any, attention: Any, device: 
         derivative(attention, x, t)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("attention", FUNCTIONS)
 def test_gradients_in_a_graph_are_those_outside(attention: Any, device: str) -> None:
     """Some optimizers request a graph of gradients without using it."""
@@ -182,8 +182,7 @@ def plain_packed(x: Any) -> Any:
 
 
 def plain_varlen(x: Any) -> Any:
-    ends = torch.tensor([0, 1, 4], dtype=torch.int32, device=x.device)
-    return cupy_flash.flash_attention_varlen(x[0], x[0], x[0], ends, ends, 3, 3)
+    return cupy_flash.flash_attention_varlen(x[0], x[0], x[0], *lengths_on(x.device))
 
 
 def plain_cached(x: Any) -> Any:
@@ -205,25 +204,16 @@ def plain_backward(x: Any) -> Any:
 PLAIN = [plain, plain_packed, plain_varlen, plain_cached, plain_combine, plain_backward]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("attention", FUNCTIONS + PLAIN)
 @pytest.mark.parametrize(
     ("transform", "message"),
     [
-        (dual, TANGENT),
-        (dual_of_parameters, f"{TANGENT}|requires a gradient"),
-        (jvp, TRANSFORM),
-        (linearize, TRACED),
-        (jacfwd, TRANSFORM),
-        (grad, TRANSFORM),
-        (vjp, TRANSFORM),
-        (vmap, TRANSFORM),
-        (functionalize, TRANSFORM),
-        (make_fx, TRACED),
-        (jit_trace, TRACED),
+        (dual, TANGENT), (dual_of_parameters, f"{TANGENT}|requires a gradient"), (jvp, TRANSFORM),
+        (linearize, TRACED), (jacfwd, TRANSFORM), (grad, TRANSFORM), (vjp, TRANSFORM),
+        (vmap, TRANSFORM), (functionalize, TRANSFORM), (make_fx, TRACED), (jit_trace, TRACED),
         (fake, TRACED),
     ],
-)
+)  # fmt: skip
 def test_what_memory_does_not_hold_is_refused(
     transform: Any, message: str, attention: Any, device: str
 ) -> None:
@@ -235,7 +225,6 @@ def test_what_memory_does_not_hold_is_refused(
         transform(attention, x, t)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("attention", OPERATORS)
 @pytest.mark.parametrize("transform", [dual, dual_of_parameters, jvp, linearize, jacfwd])
 def test_operators_drop_no_tangent(transform: Any, attention: Any, device: str) -> None:
@@ -243,7 +232,6 @@ def test_operators_drop_no_tangent(transform: Any, attention: Any, device: str) 
         transform(attention, numbers(device), numbers(device))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("transform", [dual, jvp])
 def test_compiled_calls_drop_no_tangent(transform: Any, backend: str, device: str) -> None:
@@ -253,7 +241,6 @@ def test_compiled_calls_drop_no_tangent(transform: Any, backend: str, device: st
         transform(compiled, numbers(device), numbers(device))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_batches_of_gradients_are_refused(device: str) -> None:
     x = numbers(device).requires_grad_()
     out = dense(x)
@@ -261,7 +248,6 @@ def test_batches_of_gradients_are_refused(device: str) -> None:
         torch.autograd.grad(out, x, torch.stack((out, out)).detach(), is_grads_batched=True)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_the_tangent_of_a_modification_is_not_dropped(device: str) -> None:
     import torch.autograd.forward_ad as forward
 
@@ -280,7 +266,6 @@ def test_the_tangent_of_a_modification_is_not_dropped(device: str) -> None:
         assert torch.equal(dense(x), plain(x))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("attention", FUNCTIONS)
 def test_modes_that_look_on_are_let_be(attention: Any, device: str) -> None:
     from torch.utils.flop_counter import FlopCounterMode
@@ -292,7 +277,6 @@ def test_modes_that_look_on_are_let_be(attention: Any, device: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["softmax_scale", "softcap", "alibi_slopes", "gain"])
-@pytest.mark.parametrize("device", DEVICES)
 def test_no_parameter_is_left_without_its_gradient(device: str, name: str) -> None:
     parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.float64, device=device))
     x = numbers(device)
@@ -313,7 +297,6 @@ def test_no_parameter_is_left_without_its_gradient(device: str, name: str) -> No
                 attention(inputs, **options)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("attention", PLAIN)
 def test_plain_functions_name_those_that_record(attention: Any, device: str) -> None:
     x = numbers(device)

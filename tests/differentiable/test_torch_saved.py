@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +13,6 @@ import cupy_flash
 torch = pytest.importorskip("torch")
 ct = pytest.importorskip("cupy_flash.torch")
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Part of torch's message about a saved tensor that was overwritten.
 OVERWRITTEN = "modified by an inplace operation"
 
@@ -117,6 +116,16 @@ CASES = {
 }
 
 
+def assert_equal(found: Iterable[Any], expected: Iterable[Any]) -> None:
+    """Assert that each tensor equals its counterpart."""
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def gradients(case: Case, inputs: list[Any], array: Any) -> Any:
+    """Return the gradients of the sum of squares of a call's output."""
+    return torch.autograd.grad(case.attention(*inputs, array).square().sum(), inputs)
+
+
 def rows(device: str) -> list[Any]:
     return [
         torch.randn(6, 2, 4, dtype=torch.float64, device=device, requires_grad=True)
@@ -129,7 +138,6 @@ def array_of(case: Case, device: str) -> Any:
     return values.to(getattr(torch, case.dtype)).to(device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CASES)
 def test_a_tensor_that_is_overwritten_is_noticed(name: str, device: str) -> None:
     case = CASES[name]
@@ -143,19 +151,17 @@ def test_a_tensor_that_is_overwritten_is_noticed(name: str, device: str) -> None
         assert all(x.grad is None for x in inputs)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CASES)
 def test_hooks_of_saved_tensors_keep_what_was_given(name: str, device: str) -> None:
     """A hook that saves copies allows writes to the arguments, unless the write is noticed."""
     case = CASES[name]
     inputs, array = rows(device), array_of(case, device)
     for _ in range(2):
-        expected = torch.autograd.grad(case.attention(*inputs, array).square().sum(), inputs)
+        expected = gradients(case, inputs, array)
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
             out = case.attention(*inputs, array)
         untouched = torch.autograd.grad(out.square().sum(), inputs, retain_graph=True)
-        for x, y in zip(untouched, expected, strict=True):
-            assert torch.equal(x, y)
+        assert_equal(untouched, expected)
         array.zero_()
         try:
             found = torch.autograd.grad(out.square().sum(), inputs)
@@ -163,12 +169,10 @@ def test_hooks_of_saved_tensors_keep_what_was_given(name: str, device: str) -> N
             assert OVERWRITTEN in str(error)  # noqa: PT017
             assert "mod" in name or name == "block_list"
         else:
-            for x, y in zip(found, expected, strict=True):
-                assert torch.equal(x, y)
+            assert_equal(found, expected)
         array = array_of(case, device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoints_recompute_the_call(name: str, use_reentrant: bool, device: str) -> None:
@@ -176,16 +180,14 @@ def test_checkpoints_recompute_the_call(name: str, use_reentrant: bool, device: 
 
     case = CASES[name]
     inputs, array = rows(device), array_of(case, device)
-    expected = torch.autograd.grad(case.attention(*inputs, array).square().sum(), inputs)
+    expected = gradients(case, inputs, array)
     for x in inputs:
         x.grad = None
     out = checkpoint(case.attention, *inputs, array, use_reentrant=use_reentrant)
     out.square().sum().backward()
-    for x, y in zip(inputs, expected, strict=True):
-        assert torch.equal(x.grad, y)
+    assert_equal((x.grad for x in inputs), expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_rows_that_are_overwritten_are_noticed(index: int, device: str) -> None:
     inputs = rows(device)
@@ -196,7 +198,6 @@ def test_rows_that_are_overwritten_are_noticed(index: int, device: str) -> None:
         out.sum().backward()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_results_that_are_overwritten_are_noticed(device: str) -> None:
     out = dense("seqlens_k")(*rows(device), None)
     with torch.no_grad():
@@ -226,13 +227,11 @@ def test_arrays_of_cupy_are_kept_as_they_were(name: str) -> None:
     case = CASES[name]
     inputs, array = rows("cuda"), cupy.asarray(array_of(case, "cpu").numpy())
     for _ in range(2):
-        expected = torch.autograd.grad(case.attention(*inputs, array).square().sum(), inputs)
+        expected = gradients(case, inputs, array)
         out = case.attention(*inputs, array)
         saved = array.copy()
         array.fill(0)
-        found = torch.autograd.grad(out.square().sum(), inputs)
-        for x, y in zip(found, expected, strict=True):
-            assert torch.equal(x, y)
+        assert_equal(torch.autograd.grad(out.square().sum(), inputs), expected)
         array[...] = saved
 
 
@@ -241,15 +240,12 @@ def test_what_is_no_tensor_is_kept_as_it_was(kind: str) -> None:
     convert, name = OTHERS[kind]
     case = CASES[name]
     inputs, other = rows("cpu"), convert(array_of(case, "cpu"))
-    expected = torch.autograd.grad(case.attention(*inputs, other).square().sum(), inputs)
+    expected = gradients(case, inputs, other)
     out = case.attention(*inputs, other)
     other[:] = [x * 0 for x in other]
-    found = torch.autograd.grad(out.square().sum(), inputs)
-    for x, y in zip(found, expected, strict=True):
-        assert torch.equal(x, y)
+    assert_equal(torch.autograd.grad(out.square().sum(), inputs), expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["softcap", "softmax_scale", "window_size", "q_offset"])
 def test_numbers_are_kept_as_they_were(name: str, device: str) -> None:
     inputs = rows(device)
@@ -261,16 +257,13 @@ def test_numbers_are_kept_as_they_were(name: str, device: str) -> None:
     number.mul_(3)
     if name == "window_size":
         value[1] = 1
-    found = torch.autograd.grad(out.square().sum(), inputs)
-    for x, y in zip(found, expected, strict=True):
-        assert torch.equal(x, y)
+    assert_equal(torch.autograd.grad(out.square().sum(), inputs), expected)
 
 
 def fresh(device: str, *shapes: tuple[int, ...]) -> list[Any]:
     return [torch.randn(shape, device=device) for shape in shapes]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("compute_scales", [False, True])
 def test_appends_count_as_writes(compute_scales: bool, device: str) -> None:
     q, k, v, k_cache, v_cache = fresh(device, *[(1, 1, 2, 64)] * 3, *[(1, 9, 2, 64)] * 2)
@@ -296,7 +289,6 @@ def test_appends_count_as_writes(compute_scales: bool, device: str) -> None:
     assert [x._version for x in written] == versions
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_an_append_is_seen_by_autograd(device: str) -> None:
     q, k, v, k_cache, v_cache = fresh(device, *[(1, 1, 2, 8)] * 3, *[(1, 9, 2, 8)] * 2)
     weight = torch.randn(8, device=device, requires_grad=True)
@@ -308,7 +300,6 @@ def test_an_append_is_seen_by_autograd(device: str) -> None:
         y.backward()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_caches_of_inference_mode_are_appended_to(device: str) -> None:
     with torch.inference_mode():
         q, k, v, k_cache, v_cache = fresh(device, *[(1, 1, 2, 8)] * 3, *[(1, 9, 2, 8)] * 2)
@@ -316,33 +307,26 @@ def test_caches_of_inference_mode_are_appended_to(device: str) -> None:
         assert torch.equal(k_cache[:, 3], k[:, 0])
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["dense", "qkvpacked", "varlen", "kvcache", "combine"])
 def test_an_out_counts_as_written(name: str, device: str) -> None:
     q = torch.randn(1, 4, 2, 8, device=device)
     ends = torch.tensor([0, 1, 4], dtype=torch.int32, device=device)
     lse = torch.zeros(1, 1, 2, 4, device=device)
-    calls: dict[str, Callable[..., Any]] = {
-        "dense": lambda out: cupy_flash.flash_attention(q, q, q, out=out),
-        "qkvpacked": lambda out: cupy_flash.flash_attention_qkvpacked(
-            torch.stack((q, q, q), 2), out=out
-        ),
-        "varlen": lambda out: cupy_flash.flash_attention_varlen(
-            *[q[0]] * 3, ends, ends, 3, 3, out=out[0]
-        ),
-        "kvcache": lambda out: cupy_flash.flash_attention_with_kvcache(
-            q, q, q, cache_seqlens=4, out=out
-        ),
-        "combine": lambda out: cupy_flash.combine(q[None], lse, out=out),
+    calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
+        "dense": (cupy_flash.flash_attention, (q, q, q), {}),
+        "qkvpacked": (cupy_flash.flash_attention_qkvpacked, (torch.stack((q, q, q), 2),), {}),
+        "varlen": (cupy_flash.flash_attention_varlen, (*[q[0]] * 3, ends, ends, 3, 3), {}),
+        "kvcache": (cupy_flash.flash_attention_with_kvcache, (q, q, q), {"cache_seqlens": 4}),
+        "combine": (cupy_flash.combine, (q[None], lse), {}),
     }
+    function, arrays, options = calls[name]
     out = torch.empty_like(q)
     for _ in range(2):
         version = out._version
-        calls[name](out)
+        function(*arrays, **options, out=out[0] if name == "varlen" else out)
         assert out._version == version + 1
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["dense", "qkvpacked", "varlen"])
 def test_given_gradients_count_as_written(name: str, device: str) -> None:
     q, dout = torch.randn(2, 1, 4, 2, 8, device=device)
@@ -351,16 +335,15 @@ def test_given_gradients_count_as_written(name: str, device: str) -> None:
     qkv = torch.stack((q, q, q), 2)
     dq, dk, dv = (torch.empty_like(q) for _ in range(3))
     dqkv = torch.empty_like(qkv)
+    written = [dqkv] if name == "qkvpacked" else [dq, dk, dv]
     for _ in range(2):
-        written = [dqkv] if name == "qkvpacked" else [dq, dk, dv]
         versions = [x._version for x in written]
         if name == "dense":
             cupy_flash.flash_attention_backward(dout, q, q, q, out, lse, dq=dq, dk=dk, dv=dv)
         elif name == "varlen":
-            cupy_flash.flash_attention_varlen_backward(
-                *(dout[0], q[0], q[0], q[0], out[0], lse[0], ends, ends, 4, 4),
-                **{"dq": dq[0], "dk": dk[0], "dv": dv[0]},
-            )
+            inputs = dout[0], q[0], q[0], q[0], out[0], lse[0], ends, ends, 4, 4
+            given = {"dq": dq[0], "dk": dk[0], "dv": dv[0]}
+            cupy_flash.flash_attention_varlen_backward(*inputs, **given)
         else:
             cupy_flash.flash_attention_qkvpacked_backward(dout, qkv, out, lse, dqkv=dqkv)
         assert all(x._version > n for x, n in zip(written, versions, strict=True))

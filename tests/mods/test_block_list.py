@@ -64,10 +64,8 @@ def test_the_plan_says_when_queries_begin_within_a_block_of_rows(seqlen_k: int) 
 def test_packed_sequences_have_no_block_maps_whose_edges_a_plan_speaks_of() -> None:
     q, starts = np.empty((4096, 16, 64), np.float16), np.array([0, 1000, 4096], np.int32)
     mod = BlockList(np.ones((1, 1, 64, 64), bool), (100, 70))
-    most = 3096
-    made = plan(
-        flash_attention_varlen, q, q, q, starts, starts, most, most, arch="sm_90", mask_mod=mod
-    )
+    lengths = starts, starts, 3096, 3096
+    made = plan(flash_attention_varlen, q, q, q, *lengths, arch="sm_90", mask_mod=mod)
     assert made.family == "hopper"
     assert "edges" not in made.reason
 

@@ -38,17 +38,11 @@ def test_an_index_outside_reads_the_nearest_element(single: int, several: list[i
 @pytest.mark.parametrize(
     ("dtype", "read_as"),
     [
-        (bool, np.bool_),
-        (np.uint8, np.int32),
-        (np.int32, np.int32),
-        (np.int64, np.int32),
-        (np.uint64, np.uint64),
-        (np.float16, np.float32),
-        (ml_dtypes.bfloat16, np.float32),
-        (np.float32, np.float32),
-        (np.float64, np.float32),
+        (bool, np.bool_), (np.uint8, np.int32), (np.int32, np.int32), (np.int64, np.int32),
+        (np.uint64, np.uint64), (np.float16, np.float32), (ml_dtypes.bfloat16, np.float32),
+        (np.float32, np.float32), (np.float64, np.float32),
     ],
-)
+)  # fmt: skip
 def test_elements_come_as_kernels_compute_with_them(dtype, read_as) -> None:
     array, spec = read_capture("x", np.ones((2, 3), dtype))
     assert HostArray("x", array, np, np.float32)[0, 0].dtype == read_as
@@ -58,19 +52,15 @@ def test_elements_come_as_kernels_compute_with_them(dtype, read_as) -> None:
 @pytest.mark.parametrize(
     ("value", "spec"),
     [
-        (True, CaptureSpec("bool")),
-        (np.True_, CaptureSpec("bool")),
-        (3, CaptureSpec("int32")),
-        (np.int64(3), CaptureSpec("int32")),
-        (0.5, CaptureSpec("real")),
-        (np.float32(0.5), CaptureSpec("real")),
-        (np.ones(()), CaptureSpec("float64", 0)),
+        (True, CaptureSpec("bool")), (np.True_, CaptureSpec("bool")), (3, CaptureSpec("int32")),
+        (np.int64(3), CaptureSpec("int32")), (0.5, CaptureSpec("real")),
+        (np.float32(0.5), CaptureSpec("real")), (np.ones(()), CaptureSpec("float64", 0)),
         (np.ones((4, 6))[:, ::2], CaptureSpec("float64", 2, False)),
         (np.ones((4, 6))[:, ::6], CaptureSpec("float64", 2, True)),
         (np.ones((4, 6)).T, CaptureSpec("float64", 2, False)),
         (Foreign(np.ones((4, 6), np.float32)), CaptureSpec("float32", 2, True)),
     ],
-)
+)  # fmt: skip
 def test_a_spec_is_what_device_text_depends_on(value, spec) -> None:
     assert read_capture("x", value)[1] == spec
 

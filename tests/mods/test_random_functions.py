@@ -12,13 +12,7 @@ import numpy as np
 import pytest
 from support.mods.function_calls import function_calls
 from support.mods.function_oracle import BOOL, INT, REAL, UINT64, Expr, Oracle, Value
-from support.mods.function_runs import (
-    Case,
-    modification,
-    report,
-    wrong_on_cpu,
-    wrong_on_host_text,
-)
+from support.mods.function_runs import Case, modification, report, wrong_on_cpu, wrong_on_host_text
 from support.mods.random_functions import DTYPES, nodes_of, random_function, random_pairs
 
 from cupy_flash.mods.ir.expression import postorder
@@ -80,10 +74,7 @@ def test_attention_and_its_gradients_see_the_same_pairs(inputs: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("count", "least"),
-    [(1000, 8), (COUNT, 100)],
-)
+@pytest.mark.parametrize(("count", "least"), [(1000, 8), (COUNT, 100)])
 def test_every_operation_is_in_many_functions(count: int, least: int) -> None:
     written: Counter[str] = Counter()
     operations: Counter[str] = Counter()
@@ -191,9 +182,8 @@ def test_the_evaluator_knows_what_numpy_leaves_open(
     op: str, type: str, args: list[tuple[Any, str]], expected: Any
 ) -> None:
     found = computed(op, type, *args)
-    assert np.asarray(found).dtype == {
-        INT: np.int32, UINT64: np.uint64, BOOL: np.bool_, REAL: np.float32,
-    }[type]  # fmt: skip
+    dtypes = {INT: np.int32, UINT64: np.uint64, BOOL: np.bool_, REAL: np.float32}
+    assert np.asarray(found).dtype == dtypes[type]
     np.testing.assert_array_equal(found, expected)
 
 
@@ -249,9 +239,8 @@ def test_finite_scores_stay_finite_as_exponents(right: float) -> None:
 
 
 def test_an_index_outside_reads_the_nearest_element() -> None:
-    i = Expr("symbol", INT, (), "i")
-    found = Oracle({"i": np.array([-9, 1, 99], np.int32)}, {"x": np.array([5, 6, 7])}).value(
-        Expr("load", INT, (i,), "x")
-    )
+    load = Expr("load", INT, (Expr("symbol", INT, (), "i"),), "x")
+    oracle = Oracle({"i": np.array([-9, 1, 99], np.int32)}, {"x": np.array([5, 6, 7])})
+    found = oracle.value(load)
     np.testing.assert_array_equal(found.v, np.array([5, 6, 7], np.int32))
     assert found.v.dtype == np.int32

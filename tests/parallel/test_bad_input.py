@@ -64,14 +64,8 @@ def rows(*shape: int, dtype: Any = np.float32) -> np.ndarray:
 def test_wrong_arguments_are_named(
     group: parallel.Group, changed: dict[str, Any], error: type, text: str
 ) -> None:
-    given: dict[str, Any] = {
-        "group": group,
-        "q": rows(1, 9, 4, 8),
-        "k": rows(1, 9, 2, 8),
-        "v": rows(1, 9, 2, 8),
-        "seqlen": 9,
-        **changed,
-    }
+    arrays = {"q": rows(1, 9, 4, 8), "k": rows(1, 9, 2, 8), "v": rows(1, 9, 2, 8)}
+    given: dict[str, Any] = {"group": group, "seqlen": 9, **arrays, **changed}
     with pytest.raises(error, match=text):
         parallel.flash_attention(**given)
     # The refused call has started nothing that other ranks would wait for.
@@ -81,9 +75,8 @@ def test_wrong_arguments_are_named(
 
 def test_packed_sequences_are_a_batch_of_one(group: parallel.Group) -> None:
     x = rows(2, 9, 2, 8)
-    with pytest.raises(
-        ValueError, match="for a batch of 1 with as many queries as keys; the batch is 2"
-    ):
+    message = "for a batch of 1 with as many queries as keys; the batch is 2"
+    with pytest.raises(ValueError, match=message):
         parallel.flash_attention(x, x, x, group, seqlen=9, cu_seqlens=[0, 9])
 
 
@@ -191,17 +184,11 @@ def test_a_rank_that_there_is_not_is_refused(ranks: Any, rank: Any, error: type,
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"timeout": 0}, ValueError, "timeout is 0 s"),
-        ({"timeout": float("inf")}, ValueError, "timeout is inf"),
-    ],
+    ("timeout", "text"), [(0, "timeout is 0 s"), (float("inf"), "timeout is inf")]
 )
-def test_a_group_has_a_time_limit(
-    mpi: Any, options: dict[str, Any], error: type, text: str
-) -> None:
-    with pytest.raises(error, match=text):
-        parallel.Group(mpi.COMM_SELF, **options)
+def test_a_group_has_a_time_limit(mpi: Any, timeout: float, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        parallel.Group(mpi.COMM_SELF, timeout=timeout)
 
 
 def test_what_is_no_communicator_is_refused(mpi: Any) -> None:

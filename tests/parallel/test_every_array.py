@@ -13,14 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.calls.every_array import PLAIN, functions_of
-from support.libraries import (
-    Library,
-    dlpack_library,
-    host_array,
-    jax_library,
-    numpy_library,
-    torch_library,
-)
+from support.comparisons import assert_all_close
+from support.libraries import HOST_LIBRARIES, host_array
 
 from cupy_flash import attention_reference, flash_attention, flash_attention_backward, parallel
 
@@ -28,11 +22,6 @@ from cupy_flash import attention_reference, flash_attention, flash_attention_bac
 OF_RANKS = frozenset(
     {"axis", "cu_seqlens", "head_ranks", "order", "rank", "ranks", "seqlen", "stripe"}
 )
-LIBRARIES: dict[str, Callable[[], Library]] = {
-    "torch": lambda: torch_library("cpu"),
-    "jax": lambda: jax_library("cpu"),
-    "dlpack": lambda: dlpack_library(numpy_library()),
-}
 
 
 @pytest.fixture(scope="module")
@@ -84,14 +73,14 @@ def arguments() -> list[tuple[Callable[..., Any], str | None]]:
     return found
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("library", HOST_LIBRARIES)
 @pytest.mark.parametrize(
     ("function", "argument"), arguments(), ids=lambda x: getattr(x, "__name__", str(x))
 )
 def test_arrays_of_other_libraries_give_the_same_or_a_message(
     function: Callable[..., Any], argument: str | None, library: str, group: Any
 ) -> None:
-    to = LIBRARIES[library]()
+    to = HOST_LIBRARIES[library]()
     given = given_to(function, group, argument)
     expected = function(**given)
     for name in [n for n, value in given.items() if isinstance(value, np.ndarray)]:
@@ -129,9 +118,8 @@ def test_one_rank_computes_what_is_computed_without_any(group: Any) -> None:
     found = parallel.flash_attention_backward(**backward)
     names = ("dout", "q", "k", "v", "out", "lse", "sinks")
     alone = {name: backward[name] for name in names}
-    wrt = ("q", "k", "v", "sinks")
-    for one, other in zip(found, flash_attention_backward(**alone, wrt=wrt), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+    expected = flash_attention_backward(**alone, wrt=("q", "k", "v", "sinks"))
+    assert_all_close(found, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])

@@ -173,18 +173,10 @@ def test_messages_go_as_bytes_on_a_stream_that_first_waits_for_the_current_one(g
     exchange = NcclExchange(gpu, timeout=60)
     transfer = exchange.start([Message(array(64, 6), 2)], [Message(array(128, 10), 0)])
     assert gpu.said == [
-        "record on current",
-        "messages waits",
-        "marks waits",
-        "mark 0",
-        "start",
-        "send (64, 6, 0, 2, 'messages')",
-        "recv (128, 10, 0, 0, 'messages')",
-        "end",
-        "record on messages",
-        "marks waits",
-        "mark 1",
-    ]
+        "record on current", "messages waits", "marks waits", "mark 0",
+        "start", "send (64, 6, 0, 2, 'messages')", "recv (128, 10, 0, 0, 'messages')", "end",
+        "record on messages", "marks waits", "mark 1",
+    ]  # fmt: skip
     transfer.wait()
     assert gpu.said[-1] == "current waits"
 

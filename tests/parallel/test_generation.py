@@ -26,36 +26,24 @@ def read_only(*shape: int) -> np.ndarray:
 
 
 def arguments(**changed: Any) -> dict[str, Any]:
-    cache = np.zeros((2, 40, 2, 8), np.float32)
-    return {
-        "q": np.ones((2, 1, 4, 8), np.float32),
-        "k_cache": cache,
-        "v_cache": cache.copy(),
-        "k": np.ones((2, 3, 2, 8), np.float32),
-        "v": np.ones((2, 3, 2, 8), np.float32),
-        "cache_seqlens": np.array([5, 37], np.int32),
-        **changed,
-    }
+    caches = {name: np.zeros((2, 40, 2, 8), np.float32) for name in ("k_cache", "v_cache")}
+    new = {name: np.ones((2, 3, 2, 8), np.float32) for name in ("k", "v")}
+    lengths = {"cache_seqlens": np.array([5, 37], np.int32)}
+    return {"q": np.ones((2, 1, 4, 8), np.float32), **caches, **new, **lengths, **changed}
 
 
 @pytest.mark.parametrize(
     ("changed", "error", "text"),
     [
-        (
-            {"cache_seqlens": np.array([5, 38], np.int32)},
-            ValueError,
-            r"cache_seqlens\[1\] is 38; expected at most 37: k_cache has 40 rows on rank 0 of 1",
-        ),
+        ({"cache_seqlens": np.array([5, 38], np.int32)}, ValueError,
+         r"cache_seqlens\[1\] is 38; expected at most 37: k_cache has 40 rows on rank 0 of 1"),
         ({"cache_seqlens": 38}, ValueError, "cache_seqlens is 38; expected at most 37"),
         ({"cache_seqlens": [3, -1]}, ValueError, r"cache_seqlens\[1\] is -1; expected at least 0"),
         ({"cache_seqlens": -1}, ValueError, "cache_seqlens is -1; expected at least 0"),
         ({"cache_seqlens": [5, 2.7]}, TypeError, "cache_seqlens holds a float; expected integers"),
         ({"cache_seqlens": [[5], [3, 7]]}, ValueError, "cache_seqlens is not a list of integers"),
-        (
-            {"cache_seqlens": [5, 2**40]},
-            ValueError,
-            "cache_seqlens holds integers that do not fit int32",
-        ),
+        ({"cache_seqlens": [5, 2**40]}, ValueError,
+         "cache_seqlens holds integers that do not fit int32"),
         ({"cache_seqlens": np.array([5.0, 37])}, TypeError, r"float64; pass cache_seqlens\.astype"),
         ({"cache_seqlens": np.array([5, 2**31])}, ValueError, "integers that do not fit int32"),
         ({"cache_seqlens": {5, 37}}, TypeError, "cache_seqlens is a set; expected a NumPy"),
@@ -81,7 +69,7 @@ def arguments(**changed: Any) -> dict[str, Any]:
             "k_cache and v_cache have no heads",
         ),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_refused_before_anything_is_written(
     group: parallel.Group, changed: dict[str, Any], error: Any, text: str
 ) -> None:
@@ -173,22 +161,15 @@ def test_a_length_is_refused_where_a_rank_has_no_row_for_its_last_key() -> None:
     [
         (10.5, TypeError, "seqlens is 10.5; expected an integer, or a NumPy or CuPy array of"),
         (True, TypeError, "seqlens is True; expected an integer"),
-        (
-            [10, 2000],
-            TypeError,
-            r"seqlens is \[10, 2000\]; expected an integer, or a NumPy or CuPy array of",
-        ),
-        (
-            np.array([10, 2**31]),
-            ValueError,
-            "seqlens holds integers that do not fit int32",
-        ),
+        ([10, 2000], TypeError,
+         r"seqlens is \[10, 2000\]; expected an integer, or a NumPy or CuPy array of"),
+        (np.array([10, 2**31]), ValueError, "seqlens holds integers that do not fit int32"),
         (np.array([1.5]), TypeError, "seqlens has dtype float64"),
         (np.ma.ones(2, np.int32), TypeError, "seqlens is a masked array"),
         (-10, ValueError, "seqlens is -10; expected at least 0"),
         (np.array([3, -10], np.int32), ValueError, "seqlens holds -10; expected lengths of at"),
     ],
-)
+)  # fmt: skip
 def test_lengths_of_sequences_are_integers(seqlens: Any, error: type, text: str) -> None:
     with pytest.raises(error, match=text):
         parallel.cache_shard_length(seqlens, 2, 1)
@@ -199,9 +180,8 @@ def test_lengths_of_shards_are_of_the_lengths_kind() -> None:
     found = parallel.cache_shard_length(np.array([10, 2000], np.int64), 2, 1)
     assert found.dtype == np.int32
     assert found.tolist() == [0, 976]
-    assert parallel.cache_shard_length(np.array([2**31 - 1], np.int32), 2, 1, stripe=2**30 - 1) == [
-        2**30 - 1
-    ]
+    longest = np.array([2**31 - 1], np.int32)
+    assert parallel.cache_shard_length(longest, 2, 1, stripe=2**30 - 1) == [2**30 - 1]
 
 
 def test_ranks_have_as_many_keys_but_for_a_stripe(rng: np.random.Generator) -> None:
@@ -210,9 +190,8 @@ def test_ranks_have_as_many_keys_but_for_a_stripe(rng: np.random.Generator) -> N
         keys = np.arange(seqlen)
         shards = [parallel.cache_shard(keys, ranks, r, axis=0, stripe=stripe) for r in range(ranks)]
         assert sorted(np.concatenate(shards).tolist()) == keys.tolist()
-        lengths = [
-            parallel.cache_shard_length(seqlen, ranks, r, stripe=stripe) for r in range(ranks)
-        ]
+        length = functools.partial(parallel.cache_shard_length, seqlen, ranks, stripe=stripe)
+        lengths = [length(rank) for rank in range(ranks)]
         assert lengths == list(map(len, shards))
         assert max(lengths) - min(lengths) <= stripe
         for rank, own in enumerate(shards):

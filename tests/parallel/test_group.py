@@ -130,9 +130,8 @@ def test_packed_sequences_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> N
     exchange: Any = group._exchange
     exchange.captures = True
     x = np.ones((1, 4, 1, 8), np.float32)
-    with pytest.raises(
-        UnsupportedError, match="cu_seqlens is copied to the GPU in each call; a CUDA"
-    ):
+    message = "cu_seqlens is copied to the GPU in each call; a CUDA"
+    with pytest.raises(UnsupportedError, match=message):
         parallel.flash_attention(x, x, x, group, seqlen=8, cu_seqlens=[0, 3, 8])
     assert not exchange.sent
     exchange.captures = False

@@ -13,14 +13,19 @@ from cupy_flash.parallel.merger import Merger
 ATOL = 80 * 4 * 2.0**-53
 
 
-@pytest.mark.parametrize("count", [1, 2, 8, 9, 64, 65, 80])
-def test_any_number_of_parts_is_merged_as_at_once(count: int, rng: np.random.Generator) -> None:
-    parts, lses = random_parts(rng, "float64", (count, 2, 7, 3, 8))
-    merger = Merger(parts.shape[1:], parts.dtype, count, np)
+def merged(parts: np.ndarray, lses: np.ndarray) -> Merger:
+    """Return a merger that has all parts."""
+    merger = Merger(parts.shape[1:], parts.dtype, len(parts), np)
     for part, lse in zip(parts, lses, strict=True):
         out, out_lse = merger.add(is_unsplit=False)
         out[...], out_lse[...] = part, lse
-    out, lse = merger.result(None)
+    return merger
+
+
+@pytest.mark.parametrize("count", [1, 2, 8, 9, 64, 65, 80])
+def test_any_number_of_parts_is_merged_as_at_once(count: int, rng: np.random.Generator) -> None:
+    parts, lses = random_parts(rng, "float64", (count, 2, 7, 3, 8))
+    out, lse = merged(parts, lses).result(None)
     if count <= 8:
         assert_merged(out, lse, parts, lses)
     expected, expected_lse = cupy_flash.combine(parts, lses)
@@ -42,11 +47,7 @@ def test_rows_that_no_part_has_are_zero_and_see_nothing() -> None:
 def test_sinks_count_once_however_many_parts_there_are(rng: np.random.Generator) -> None:
     parts, lses = random_parts(rng, "float64", (11, 1, 5, 2, 4), unseen=0)
     sinks = rng.standard_normal(2)
-    merger = Merger(parts.shape[1:], parts.dtype, 11, np)
-    for part, lse in zip(parts, lses, strict=True):
-        out, out_lse = merger.add(is_unsplit=False)
-        out[...], out_lse[...] = part, lse
     expected, expected_lse = cupy_flash.combine(parts, lses, sinks=sinks)
-    out, lse = merger.result(sinks)
+    out, lse = merged(parts, lses).result(sinks)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-13, atol=ATOL)
     np.testing.assert_allclose(out, expected, rtol=1e-12, atol=ATOL)

@@ -8,6 +8,7 @@ import secrets
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import rank_checks
@@ -18,21 +19,22 @@ SECONDS = 120
 RANKS = [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))]
 
 
+Said = dict[str, list[str]]
+
+
 @pytest.fixture(scope="module", params=RANKS, ids="{} ranks".format)
-def said(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[str]]:
+def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Said:
     """Errors of each rank, by check; an empty text means that the check passed."""
     return said_by(request.param, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def said_by_one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+def said_by_one(tmp_path_factory: pytest.TempPathFactory) -> Said:
     """Errors of a single rank, by check."""
     return said_by(1, tmp_path_factory)
 
 
-def said_by(ranks: int, temporary: pytest.TempPathFactory) -> dict[str, list[str]]:
+def said_by(ranks: int, temporary: pytest.TempPathFactory) -> Said:
     folder = temporary.mktemp("ranks")
     seed = os.environ.get("CUPY_FLASH_TEST_SEED") or str(secrets.randbelow(2**32))
     print(f"CUPY_FLASH_TEST_SEED={seed}")
@@ -44,14 +46,9 @@ def said_by(ranks: int, temporary: pytest.TempPathFactory) -> dict[str, list[str
         "OMP_NUM_THREADS": "1",
     }
     program = [sys.executable, rank_checks.__file__, seed, str(folder)]
-    done = subprocess.run(
-        [launcher(), "-n", str(ranks), *program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": SECONDS}
+    command = [launcher(), "-n", str(ranks), *program]
+    done = subprocess.run(command, env=environment, check=False, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     of_ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
     return {name: [of_rank[name] for of_rank in of_ranks] for name in of_ranks[0]}

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.ranks import launcher
@@ -18,15 +19,13 @@ PRINTED = re.compile(r"^print\(.*\)  # (.*)$", re.MULTILINE)
 
 
 def run_on(ranks: int, *program: str) -> subprocess.CompletedProcess[str]:
+    return run(launcher(), "-n", str(ranks), sys.executable, *program)
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
-    return subprocess.run(
-        [launcher(), "-n", str(ranks), sys.executable, *program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60}
+    return subprocess.run(command, env=environment, check=False, **options)
 
 
 def test_the_snippets_of_the_page_print_what_they_say_on_every_rank(tmp_path: Path) -> None:
@@ -53,31 +52,24 @@ def test_the_example_finds_its_rows_as_the_formula_has_them() -> None:
     assert re.search(r"off by \d.*, allowed \d", done.stdout)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (("--heads", "3", "--kv-heads", "2"), "--heads is no multiple of --kv-heads"),
-        (("--tokens", "0"), "--tokens"),
-        pytest.param(
-            ("--tokens", "5"), "fewer than 2 for each of the 4 processes", marks=pytest.mark.slow
-        ),
-        pytest.param(("--minutes", "nan"), "--minutes is nan", marks=pytest.mark.slow),
-        pytest.param(("--minutes", "inf"), "--minutes", marks=pytest.mark.slow),
-        pytest.param(
-            ("--head-ranks", "3"),
-            "--head-ranks is 3; expected a divisor of the 4 processes",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ("--head-ranks", "4", "--heads", "8"), "of the 2 query heads", marks=pytest.mark.slow
-        ),
-        pytest.param(("--gpus", "4"), "--gpus does not go with MPI", marks=pytest.mark.slow),
-    ],
-)
-def test_the_example_refuses_what_it_cannot_run_in_one_line(
-    arguments: tuple[str, ...], text: str
-) -> None:
-    done = run_on(4, str(EXAMPLE), *arguments)
+REFUSED = [
+    ("--heads 3 --kv-heads 2", "--heads is no multiple of --kv-heads"),
+    ("--tokens 0", "--tokens"),
+    ("--tokens 5", "fewer than 2 for each of the 4 processes"),
+    ("--minutes nan", "--minutes is nan"),
+    ("--minutes inf", "--minutes"),
+    ("--head-ranks 3", "--head-ranks is 3; expected a divisor of the 4 processes"),
+    ("--head-ranks 4 --heads 8", "of the 2 query heads"),
+    ("--gpus 4", "--gpus does not go with MPI"),
+]
+
+
+SLOW = [pytest.param(*row, marks=pytest.mark.slow) for row in REFUSED[2:]]
+
+
+@pytest.mark.parametrize(("arguments", "text"), REFUSED[:2] + SLOW)
+def test_the_example_refuses_what_it_cannot_run_in_one_line(arguments: str, text: str) -> None:
+    done = run_on(4, str(EXAMPLE), *arguments.split())
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("Error: ")
@@ -121,14 +113,7 @@ def test_the_example_says_its_options_once() -> None:
 
 @pytest.mark.slow
 def test_the_example_wants_no_more_gpus_than_there_are() -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--gpus", "1000"],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run(sys.executable, str(EXAMPLE), "--gpus", "1000")
     assert done.returncode == 2
     assert re.fullmatch(r"Error: --gpus is 1000, but there are \d+ GPUs here\n", done.stderr)
 

@@ -29,19 +29,15 @@ class Group:
 @pytest.mark.parametrize(
     ("geometry", "events"),
     [
-        (
-            Geometry(4096, 4096, 3, "zigzag"),
-            ["start", "shared", "wait", "start", "shared", "wait", "alone"],
-        ),
+        (Geometry(4096, 4096, 3, "zigzag"),
+         ["start", "shared", "wait", "start", "shared", "wait", "alone"]),
         (Geometry(4096, 4096, 1, "zigzag"), ["alone"]),
         # With this window, ranks attend to keys of their own shard and the previous one only.
-        (
-            Geometry(4096, 4096, 4, "contiguous", causal=True, left=5),
-            ["start", "alone", "wait", "alone"],
-        ),
+        (Geometry(4096, 4096, 4, "contiguous", causal=True, left=5),
+         ["start", "alone", "wait", "alone"]),
     ],
     ids=["all keys", "one rank", "a window"],
-)
+)  # fmt: skip
 def test_attention_shares_the_gpu_while_keys_are_on_their_way(
     monkeypatch: pytest.MonkeyPatch, geometry: Geometry, events: list[str]
 ) -> None:

@@ -123,12 +123,15 @@ def test_scales_of_host_arrays_may_lie_on_a_gpu(rng: np.random.Generator) -> Non
     np.testing.assert_array_equal(found, expected)
 
 
-def dense(rng: np.random.Generator, function: Callable[..., Any], **scales: Any) -> Any:
-    def call(convert: Callable[[Any], Any]) -> Any:
-        return function(*map(convert, inputs), **scales)
+def dense(rng: Any, function: Callable[..., Any], *lengths: Any, **scales: Any) -> Any:
+    """Return a call with float8 arrays, which are packed if lengths are given."""
 
+    def call(convert: Callable[[Any], Any]) -> Any:
+        return function(*map(convert, inputs), *lengths, **scales)
+
+    batch = () if lengths else (BATCH,)
     q, k, v = (
-        rng.standard_normal((BATCH, rows, heads, DIM)).astype(FLOAT8)
+        rng.standard_normal((*batch, rows, heads, DIM)).astype(FLOAT8)
         for rows, heads in ((QUERIES, HEADS), (KEYS, HEADS_KV), (KEYS, HEADS_KV))
     )
     inputs = (q, k, v) if "backward" not in function.__name__ else (q, q, k, v)
@@ -136,16 +139,7 @@ def dense(rng: np.random.Generator, function: Callable[..., Any], **scales: Any)
 
 
 def packed(rng: np.random.Generator, function: Callable[..., Any], **scales: Any) -> Any:
-    def call(convert: Callable[[Any], Any]) -> Any:
-        return function(*map(convert, inputs), *lengths, **scales)
-
-    q, k, v = (
-        rng.standard_normal((rows, heads, DIM)).astype(FLOAT8)
-        for rows, heads in ((QUERIES, HEADS), (KEYS, HEADS_KV), (KEYS, HEADS_KV))
-    )
-    lengths = np.array([0, 2, 5]), np.array([0, 4, 7]), 3, 4
-    inputs = (q, k, v) if "backward" not in function.__name__ else (q, q, k, v)
-    return call
+    return dense(rng, function, np.array([0, 2, 5]), np.array([0, 4, 7]), 3, 4, **scales)
 
 
 def cached(rng: np.random.Generator, **options: Any) -> Any:

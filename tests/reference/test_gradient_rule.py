@@ -88,14 +88,10 @@ WRONG: dict[str, tuple[str, Callable[[GradientCall], dict[str, np.ndarray]]]] = 
     "keys too few": ("q", lambda call: with_arrays(call, seqlens_k=np.array([52, 36]))),
     "a key too many": ("k", lambda call: with_arrays(call, seqlens_k=np.array([61, 46]))),
     "no sinks": ("sinks", lambda call: with_arrays(call, sinks=np.full(4, -np.inf))),
-    "a bias of other rows": (
-        "q",
-        lambda call: with_arrays(call, bias=np.roll(call.forward.arrays["bias"], 1, axis=2)),
-    ),
-    "heads of other groups": (
-        "q",
-        lambda call: with_arrays(call, k=call.forward.arrays["k"][:, :, ::-1]),
-    ),
+    "a bias of other rows": ("q",
+        lambda call: with_arrays(call, bias=np.roll(call.forward.arrays["bias"], 1, axis=2))),
+    "heads of other groups": ("q",
+        lambda call: with_arrays(call, k=call.forward.arrays["k"][:, :, ::-1])),
     "dq of a row left out": ("q", changed("q", times(0, 1, 30))),
     "dk of a head twice": ("k", changed("k", times(2, 0, slice(None), 1))),
     "dv of a key left out": ("v", changed("v", without_the_largest_key)),
@@ -107,7 +103,7 @@ WRONG: dict[str, tuple[str, Callable[[GradientCall], dict[str, np.ndarray]]]] = 
     "inf in dsinks": ("sinks", changed("sinks", put(np.inf, 2))),
     "something in padding": ("k", changed("k", put(1e-7, 1, 50, 0, 0))),
     "something in a bias that is hidden": ("bias", changed("bias", put(1e-7, 1, 0, 0, 55))),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])

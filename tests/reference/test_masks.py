@@ -49,18 +49,14 @@ def test_it_is_what_the_reference_gives_a_weight(name: str, rng: np.random.Gener
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no such sequence": ({"b": 2, **MASKS["padded"]}, r"seqlens_k has shape \(2,\), but b is 2"),
     "no such head": ({"h": 3, **MASKS["array"]}, r"mask has shape .*, but h is 3"),
-    "another number of queries": (
-        {"tree_mask": np.ones((1, 9), np.uint64)},
-        r"tree_mask has shape \(1, 9\), but seqlen_q is 20",
-    ),
+    "another number of queries": ({"tree_mask": np.ones((1, 9), np.uint64)},
+        r"tree_mask has shape \(1, 9\), but seqlen_q is 20"),
     "another number of keys": ({"mask": np.ones((QUERIES, 9), bool)}, "but seqlen_k is 30"),
     "too many axes": ({"mask": np.ones((1, 1, 1, QUERIES, KEYS), bool)}, "expected 4 axes"),
-    "nothing to be seen in spite of": (
-        {"prefix_lens": np.array([12, 0], np.int32)},
-        "pass causal=True",
-    ),
+    "nothing to be seen in spite of": ({"prefix_lens": np.array([12, 0], np.int32)},
+        "pass causal=True"),
     "below 0": ({"b": -1, **MASKS["array"]}, "b is -1; expected at least 0"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -9,6 +9,7 @@ import math
 
 import numpy as np
 import pytest
+from support.comparisons import assert_all_close, assert_all_equal
 
 from cupy_flash.mods.block_list import BlockList
 from cupy_flash.mods.keywords import NAMES
@@ -114,12 +115,11 @@ def random_qkv(rng, batch=2, seqlen_q=SEQLEN_Q, seqlen_k=SEQLEN_K):
 
 def check(q, k, v, given, *, causal, q_offset):
     options = {"causal": causal, "q_offset": q_offset, "softmax_scale": SCALE, **given}
-    out, lse = attention_reference(q, k, v, return_lse=True, **options)
-    expected, expected_lse = by_pairs(q, k, v, causal=causal, q_offset=q_offset, given=given)
-    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-13)
-    np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=1e-13)
-    np.testing.assert_allclose(attention_naive(q, k, v, **options), expected, rtol=0, atol=1e-13)
-    return out, lse
+    found = attention_reference(q, k, v, return_lse=True, **options)
+    expected = by_pairs(q, k, v, causal=causal, q_offset=q_offset, given=given)
+    naive = attention_naive(q, k, v, **options)
+    assert_all_close((*found, naive), (*expected, expected[0]), rtol=0, atol=1e-13)
+    return found
 
 
 def test_every_modification_is_checked(rng):
@@ -213,22 +213,21 @@ UNFIT = [
 @pytest.mark.parametrize(("given", "message"), UNFIT, ids=[str(list(g)) for g, _ in UNFIT])
 def test_what_does_not_fit_the_call_is_refused(given, message, rng):
     q, k, v = random_qkv(rng)
-    with pytest.raises(ValueError, match=message):
-        attention_reference(q, k, v, **given)
-    with pytest.raises(ValueError, match=message):
-        attention_naive(q, k, v, **given)
-    with pytest.raises(ValueError, match=message):
-        attention_backward_reference(np.zeros((*q.shape[:3], 3)), q, k, v, **given)
+    dout = np.zeros((*q.shape[:3], 3))
+    packed = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+    lengths = np.array([0, 7, 14]), np.array([0, 11, 22]), 7, 11
+    packed_dout = dout.reshape(-1, *dout.shape[2:])
     # A KV cache and packed sequences of the same sizes are refused, too.
-    with pytest.raises(ValueError, match=message):
-        attention_with_kvcache_reference(q, k, v, cache_seqlens=11, **given)
-    packed, starts = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)], ([0, 7, 14], [0, 11, 22])
-    lengths = *map(np.array, starts), 7, 11
-    with pytest.raises(ValueError, match=message):
-        attention_varlen_reference(*packed, *lengths, **given)
-    dout = np.zeros((*packed[0].shape[:2], 3))
-    with pytest.raises(ValueError, match=message):
-        attention_varlen_backward_reference(dout, *packed, *lengths, **given)
+    for call in (
+        functools.partial(attention_reference, q, k, v),
+        functools.partial(attention_naive, q, k, v),
+        functools.partial(attention_backward_reference, dout, q, k, v),
+        functools.partial(attention_with_kvcache_reference, q, k, v, cache_seqlens=11),
+        functools.partial(attention_varlen_reference, *packed, *lengths),
+        functools.partial(attention_varlen_backward_reference, packed_dout, *packed, *lengths),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(**given)
 
 
 def test_sequences_of_their_own_lengths_take_no_others(rng):
@@ -278,13 +277,12 @@ def test_packed_sequences_count_from_their_own_beginning(rng):
     del given["seqlens_k"]
     per_row, per_key = rng.standard_normal(starts_q[-1]), rng.standard_normal(starts_k[-1])
     offsets = given["q_offset"]
+    captures = {"offsets": offsets, "per_row": per_row, "per_key": per_key}
     product = ScoreMod(
         lambda score, b, i, j, offsets, q_start, k_start, per_row, per_key: (
             score + per_row[q_start + i - offsets[b]] * per_key[k_start + j]
         ),
-        offsets=offsets,
-        per_row=per_row,
-        per_key=per_key,
+        **captures,
     )
     for mod in (given["score_mod"], product):
         packed = given | {"bias": table, "mask": table < 0.8, "score_mod": mod}
@@ -300,15 +298,10 @@ def test_packed_sequences_count_from_their_own_beginning(rng):
                 # Only ALiBi comes between score_mod and bias, so the bias can include the product.
                 del own["score_mod"]
                 own["bias"] = bias + np.outer(per_row[rows], per_key[keys])
-            expected, expected_lse = by_pairs(
-                *(x[None, part] for x, part in ((q, rows), (k, keys), (v, keys))),
-                causal=True,
-                q_offset=offsets[b],
-                given=own,
-                first=b,
-            )
-            np.testing.assert_allclose(out[rows], expected[0], rtol=0, atol=1e-13)
-            np.testing.assert_allclose(lse[:, rows], expected_lse[0], rtol=0, atol=1e-13)
+            one = q[None, rows], k[None, keys], v[None, keys]
+            same = {"causal": True, "q_offset": offsets[b], "first": b}
+            expected = [x[0] for x in by_pairs(*one, **same, given=own)]
+            assert_all_close((out[rows], lse[:, rows]), expected, rtol=0, atol=1e-13)
 
 
 def test_a_cache_has_tables_of_its_capacity(rng):
@@ -320,15 +313,10 @@ def test_a_cache_has_tables_of_its_capacity(rng):
         q, k, v, cache_seqlens=lengths, causal=True, softmax_scale=SCALE, **given
     )
     for b, length in enumerate(lengths):
-        expected, expected_lse = by_pairs(
-            *(q[b : b + 1], k[b : b + 1, :length], v[b : b + 1, :length]),
-            causal=True,
-            q_offset=length - 2,
-            given=given,
-            first=b,
-        )
-        np.testing.assert_allclose(cached.out[b], expected[0], rtol=0, atol=1e-13)
-        np.testing.assert_allclose(cached.lse[b], expected_lse[0], rtol=0, atol=1e-13)
+        one = q[b : b + 1], k[b : b + 1, :length], v[b : b + 1, :length]
+        same = {"causal": True, "q_offset": length - 2, "first": b}
+        expected = [x[0] for x in by_pairs(*one, **same, given=given)]
+        assert_all_close((cached.out[b], cached.lse[b]), expected, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
@@ -337,13 +325,11 @@ def test_masks_select_after_all_arithmetic(poison, rng):
     mask = np.ones((1, 1, 1, SEQLEN_K), bool)
     mask[..., 4:6] = False
     given = drawn(rng) | {"mask": mask}
-    clean = attention_reference(q, k, v, causal=True, return_lse=True, **given)
+    call = functools.partial(attention_reference, q, k, v, causal=True, return_lse=True, **given)
+    clean = call()
     k[:, 4] = poison
     given["bias"][..., 5] = poison
-    for one, other in zip(
-        clean, attention_reference(q, k, v, causal=True, return_lse=True, **given), strict=True
-    ):
-        np.testing.assert_array_equal(one, other)
+    assert_all_equal(clean, call())
 
 
 def test_a_nan_that_a_function_makes_of_a_seen_pair_stays(rng):
@@ -372,18 +358,14 @@ def test_a_row_without_keys_is_zero_and_its_lse_the_sink(rng):
         assert not attention_naive(q, k, v, sinks=sinks, **hidden).any()
 
 
-VECTORS = [
-    ([0.5, 0.25, 1, 0], "list"),
-    ((0.1, -2, 0.3, 0), "tuple"),
-    (0.1, "number"),
-    (np.float32(0.3), "scalar"),
-    (np.array(0.1), "no axes"),
-    (np.array([1e-50, 1e300, 0.1, -1e300]), "beyond float32"),
-]
+VECTORS = {
+    "list": [0.5, 0.25, 1, 0], "tuple": (0.1, -2, 0.3, 0), "number": 0.1, "scalar": np.float32(0.3),
+    "no axes": np.array(0.1), "beyond float32": np.array([1e-50, 1e300, 0.1, -1e300]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-@pytest.mark.parametrize("values", [x for x, _ in VECTORS], ids=[name for _, name in VECTORS])
+@pytest.mark.parametrize("values", VECTORS.values(), ids=VECTORS)
 def test_slopes_and_sinks_are_taken_as_the_functions_take_them(rng, values, dtype):
     q, k, v = (x.astype(dtype) for x in random_qkv(rng))
     packed = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
@@ -405,8 +387,7 @@ def test_slopes_and_sinks_are_taken_as_the_functions_take_them(rng, values, dtyp
         ),
     }
     for call in calls.values():
-        for found, expected in zip(call(values), call(array), strict=True):
-            np.testing.assert_array_equal(found, expected)
+        assert_all_equal(call(values), call(array))
 
 
 def test_the_gradient_of_one_sink_for_all_heads_is_the_sum_of_theirs(rng):

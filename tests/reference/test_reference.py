@@ -10,6 +10,7 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
+from support.comparisons import assert_all_close
 from support.foreign import Foreign
 
 from cupy_flash.reference import rows
@@ -51,10 +52,8 @@ def by_rows(q, k, v, scale, q_offset=None):
 def test_equals_the_formula_taken_row_by_row(seqlens, q_offset):
     q, k, v = random_qkv(*seqlens, heads=(6, 2), dims=(24, 9))
     options = {"causal": q_offset is not None, "q_offset": q_offset, "softmax_scale": -0.3}
-    out, lse = attention_reference(q, k, v, return_lse=True, **options)
-    expected_out, expected_lse = by_rows(q, k, v, -0.3, q_offset)
-    np.testing.assert_allclose(out, expected_out, rtol=0, atol=1e-13)
-    np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=1e-13)
+    found = attention_reference(q, k, v, return_lse=True, **options)
+    assert_all_close(found, by_rows(q, k, v, -0.3, q_offset), rtol=0, atol=1e-13)
 
 
 def test_causal_is_aligned_bottom_right_and_scale_is_one_over_root_head_dim_by_default():
@@ -68,10 +67,8 @@ def test_causal_is_aligned_bottom_right_and_scale_is_one_over_root_head_dim_by_d
 def test_bhsd_is_bshd_with_the_axes_swapped(function, causal):
     q, k, v = random_qkv(13, 29, heads=(4, 2), dims=(8, 5))
     swapped = [x.swapaxes(1, 2).copy() for x in (q, k, v)]
-    out = function(q, k, v, causal=causal)
-    np.testing.assert_array_equal(
-        function(*swapped, causal=causal, layout="bhsd"), out.swapaxes(1, 2)
-    )
+    found = function(*swapped, causal=causal, layout="bhsd")
+    np.testing.assert_array_equal(found, function(q, k, v, causal=causal).swapaxes(1, 2))
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 8 * 203 * 7, 8 * 203 * 50])
@@ -80,8 +77,7 @@ def test_chunks_do_not_change_the_result(monkeypatch, chunk_bytes):
     whole = attention_reference(q, k, v, causal=True, return_lse=True)
     monkeypatch.setattr(rows, "CHUNK_BYTES", chunk_bytes)
     chunked = attention_reference(q, k, v, causal=True, return_lse=True)
-    for one, other in zip(whole, chunked, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-14)
+    assert_all_close(whole, chunked, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -15,6 +15,7 @@ from support.calls.sequence_support import (
     random_kvcache_case,
     random_varlen_case,
 )
+from support.comparisons import assert_all_equal, with_arrays
 from support.foreign import Foreign
 from support.gpu.gpu_support import DTYPES
 
@@ -26,12 +27,8 @@ PAGE_SIZES = [0, 1, 3, 16, 64]
 
 def dense_reference(sequence, case):
     """Return (out, lse) of a sequence: (seqlen_q, heads_q, head_dim_v) and (heads_q, seqlen_q)."""
-    out, lse = attention_reference(
-        *(x[None] for x in sequence),
-        causal=case.causal,
-        softmax_scale=case.softmax_scale,
-        return_lse=True,
-    )
+    options = {"causal": case.causal, "softmax_scale": case.softmax_scale, "return_lse": True}
+    out, lse = attention_reference(*(x[None] for x in sequence), **options)
     return out[0], lse[0]
 
 
@@ -39,16 +36,13 @@ def dense_reference(sequence, case):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_packed_sequences_are_each_computed_on_their_own(rng, page_size, causal, seqused):
-    case = random_varlen_case(
-        rng, page_size=page_size, causal=causal, seqused=seqused, head_dim_v=24, softmax_scale=-0.3
-    )
+    options = {"page_size": page_size, "causal": causal, "seqused": seqused}
+    case = random_varlen_case(rng, head_dim_v=24, softmax_scale=-0.3, **options)
     problem = case.problem()
     out, lse = attention_varlen_reference(**problem.arguments())
     for b, sequence in enumerate(problem.dense):
         rows = slice(problem.cu_seqlens_q[b], problem.cu_seqlens_q[b + 1])
-        expected_out, expected_lse = dense_reference(sequence, case)
-        np.testing.assert_array_equal(out[rows], expected_out)
-        np.testing.assert_array_equal(lse[:, rows], expected_lse)
+        assert_all_equal((out[rows], lse[:, rows]), dense_reference(sequence, case))
     of_none = slice(problem.cu_seqlens_q[-1], None)
     assert len(out[of_none]) == case.rows_of_none
     assert (out[of_none] == 0).all()
@@ -61,15 +55,12 @@ def test_packed_sequences_are_each_computed_on_their_own(rng, page_size, causal,
 def test_cached_sequences_are_each_computed_on_their_own(
     rng, page_size, indexed, seqlen_new, causal
 ):
-    case = random_kvcache_case(
-        rng, page_size=page_size, indexed=indexed, seqlen_q=7, seqlen_new=seqlen_new, causal=causal
-    )
+    options = {"page_size": page_size, "indexed": indexed, "causal": causal}
+    case = random_kvcache_case(rng, seqlen_q=7, seqlen_new=seqlen_new, **options)
     problem = case.problem()
     out, lse, k_cache, v_cache, _, _ = attention_with_kvcache_reference(**problem.arguments())
     for b, sequence in enumerate(problem.dense):
-        expected_out, expected_lse = dense_reference(sequence, case)
-        np.testing.assert_array_equal(out[b], expected_out)
-        np.testing.assert_array_equal(lse[b], expected_lse)
+        assert_all_equal((out[b], lse[b]), dense_reference(sequence, case))
     problem.check_caches(k_cache, v_cache)
 
 
@@ -80,15 +71,9 @@ def test_cached_sequences_are_each_computed_on_their_own(
 def test_new_keys_and_queries_are_turned_by_their_positions(
     rng, dtype, rotary_dim, interleaved, causal
 ):
-    case = random_kvcache_case(
-        rng,
-        dtype=dtype,
-        rotary_dim=rotary_dim,
-        rotary_interleaved=interleaved,
-        seqlen_q=5,
-        seqlen_new=5,
-        causal=causal,
-    )
+    turn = {"rotary_dim": rotary_dim, "rotary_interleaved": interleaved}
+    sizes = {"dtype": dtype, "seqlen_q": 5, "seqlen_new": 5}
+    case = random_kvcache_case(rng, causal=causal, **sizes, **turn)
     problem = case.problem()
     result = attention_with_kvcache_reference(**problem.arguments())
     problem.check_caches(result.k_cache, result.v_cache)
@@ -104,18 +89,10 @@ def test_turned_keys_are_rounded_as_a_cache_holds_them_and_queries_are_not():
     # One pair of columns is rotated by 45 degrees: 1 becomes sqrt(1/2), which float16 rounds.
     one = np.zeros((1, 1, 1, 2), np.float16)
     one[..., 0] = 1
-    table = np.full((1, 1), np.sqrt(0.5))
-    result = attention_with_kvcache_reference(
-        one,
-        np.zeros_like(one),
-        np.zeros_like(one),
-        one,
-        one,
-        cache_seqlens=0,
-        rotary_cos=table,
-        rotary_sin=table,
-        softmax_scale=1.0,
-    )
+    caches = np.zeros_like(one), np.zeros_like(one)
+    tables = dict.fromkeys(("rotary_cos", "rotary_sin"), np.full((1, 1), np.sqrt(0.5)))
+    options = {"cache_seqlens": 0, "softmax_scale": 1.0, **tables}
+    result = attention_with_kvcache_reference(one, *caches, one, one, **options)
     rounded = float(np.float16(np.sqrt(0.5)))
     assert result.k_cache.dtype == np.float16
     # The only score, which is the lse, is q . k = 2 * sqrt(1/2) * rounded.
@@ -127,8 +104,7 @@ def test_one_length_for_all_may_be_an_int():
     arguments = problem.arguments()
     expected = attention_with_kvcache_reference(**arguments)
     result = attention_with_kvcache_reference(**arguments | {"cache_seqlens": 17})
-    for one, other in zip(result, expected, strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_all_equal(result, expected)
 
 
 def test_the_arguments_are_left_alone():
@@ -142,9 +118,8 @@ def test_the_arguments_are_left_alone():
 
 def test_no_more_rows_than_max_seqlen_are_looked_at():
     problem = VarlenCase((30, 5), (40, 9), causal=True).problem()
-    out, _ = attention_varlen_reference(
-        **problem.arguments() | {"max_seqlen_q": 11, "max_seqlen_k": 19}
-    )
+    most = {"max_seqlen_q": 11, "max_seqlen_k": 19}
+    out, _ = attention_varlen_reference(**problem.arguments() | most)
     q, k, v = problem.dense[0]
     expected, _ = dense_reference((q[:11], k[:19], v[:19]), problem.case)
     np.testing.assert_array_equal(out[:11], expected)
@@ -165,15 +140,10 @@ def test_without_cu_seqlens_k_pages_hold_max_seqlen_k_keys():
 def test_a_decreasing_pair_is_an_empty_sequence_and_ends_are_clamped():
     problem = VarlenCase((30, 20), (40, 25), rows_of_none=0).problem()
     q, k, v = problem.q, problem.k, problem.v
-    out, _ = attention_varlen_reference(
-        **problem.arguments()
-        | {
-            "cu_seqlens_q": np.array([-7, 30, 20, 2**31 - 1]),
-            "cu_seqlens_k": np.array([40, 10, 30, 2**31 - 1]),
-            "max_seqlen_q": 100,
-            "max_seqlen_k": 100,
-        }
-    )
+    starts = {"cu_seqlens_q": [-7, 30, 20, 2**31 - 1], "cu_seqlens_k": [40, 10, 30, 2**31 - 1]}
+    lengths = {name: np.array(values) for name, values in starts.items()}
+    lengths |= {"max_seqlen_q": 100, "max_seqlen_k": 100}
+    out, _ = attention_varlen_reference(**problem.arguments() | lengths)
     # Sequence 0 has no keys, sequence 1 no queries. Sequence 2 has the last 30 of 50 queries and
     # the last 35 of 65 keys; queries that it shares with sequence 0 belong to sequence 2.
     assert not out[:20].any()
@@ -234,15 +204,10 @@ def test_positions_past_the_rotary_table_take_its_last_row(causal):
     case = KVCacheCase((20, 2), seqlen_q=4, seqlen_new=4, rotary_dim=8, causal=causal)
     problem = case.problem()
     short = {name: getattr(problem, name)[:5] for name in ("rotary_cos", "rotary_sin")}
-    long = {
-        name: np.concatenate([table, np.repeat(table[-1:], 30, axis=0)])
-        for name, table in short.items()
-    }
-    result, expected = (
-        attention_with_kvcache_reference(**problem.arguments() | tables) for tables in (short, long)
+    long = {n: np.concatenate([x, np.repeat(x[-1:], 30, axis=0)]) for n, x in short.items()}
+    assert_all_equal(
+        *(attention_with_kvcache_reference(**problem.arguments() | x) for x in (short, long))
     )
-    for one, other in zip(result, expected, strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 def test_cupy_is_not_imported_for_numpy_arrays():
@@ -279,25 +244,18 @@ def test_a_missing_key_is_noticed_by_the_lse():
         problem.check(out.astype(problem.q.dtype), lse.astype(np.float32))
 
 
-def as_foreign(arguments):
-    return {n: Foreign(x) if isinstance(x, np.ndarray) else x for n, x in arguments.items()}
-
-
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_packed_arrays_of_another_library_are_taken_and_given_back(page_size):
     arguments = VarlenCase((5, 0, 9), (7, 3, 20), page_size=page_size).problem().arguments()
-    given = attention_varlen_reference(**as_foreign(arguments))
-    for one, other in zip(given, attention_varlen_reference(**arguments), strict=True):
-        np.testing.assert_array_equal(one.array, other)
+    given = attention_varlen_reference(**with_arrays(Foreign, arguments))
+    assert_all_equal((x.array for x in given), attention_varlen_reference(**arguments))
 
 
 def test_caches_of_another_library_are_taken_and_given_back():
     case = KVCacheCase((5, 0, 9), seqlen_new=2, indexed=True, rotary_dim=8)
     arguments = case.problem().arguments()
-    given = attention_with_kvcache_reference(**as_foreign(arguments))
+    given = attention_with_kvcache_reference(**with_arrays(Foreign, arguments))
+    expected = attention_with_kvcache_reference(**arguments)
     # The last two results are scales, which only 8-bit caches have.
-    for one, other in zip(
-        given[:4], attention_with_kvcache_reference(**arguments)[:4], strict=True
-    ):
-        np.testing.assert_array_equal(one.array, other)
+    assert_all_equal((x.array for x in given[:4]), expected[:4])
     assert given[4:] == (None, None)

@@ -138,3 +138,11 @@ def dlpack_library(base: Library) -> Library:
         return converted if array.dtype == _FLOAT8 else OnlyDlpack(converted)
 
     return Library(f"dlpack over {base.name}", convert, OnlyDlpack)
+
+
+# Libraries of arrays in host memory other than NumPy, by name.
+HOST_LIBRARIES: dict[str, Callable[[], Library]] = {
+    "torch": lambda: torch_library("cpu"),
+    "jax": lambda: jax_library("cpu"),
+    "dlpack": lambda: dlpack_library(numpy_library()),
+}

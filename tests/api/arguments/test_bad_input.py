@@ -12,7 +12,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support import refusals
-from support.gpu import fake_gpu
 
 from cupy_flash import (
     CompileError,
@@ -29,9 +28,7 @@ from cupy_flash.calls import backends, dispatch
 from cupy_flash.calls.gpu import prepared_calls
 from cupy_flash.gpu.compiler import compile_cubin, why_no_compiler
 from cupy_flash.planning import tuning
-from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.device import device_for_arch
-from cupy_flash.problem.problem import make_contiguous_problem
 
 NO_GPU = "the CUDA driver reports no GPU"
 
@@ -78,11 +75,9 @@ def test_heads_before_the_rows_of_caches_and_packed_arrays_are_told_to_be_swappe
         flash_attention_with_kvcache(q, k, k, cache_seqlens=3)
     q, k = (x.swapaxes(-3, -2) for x in (q, k))
     assert flash_attention_with_kvcache(q, k, k, cache_seqlens=3).shape == q.shape
+    q, k = Q_HEADS_FIRST[0], KV_HEADS_FIRST[0]
     with pytest.raises(ValueError, match=message):
-        flash_attention_varlen(
-            *(Q_HEADS_FIRST[0], KV_HEADS_FIRST[0], KV_HEADS_FIRST[0]),
-            *([0, 8], [0, 2], 8, 2),
-        )
+        flash_attention_varlen(q, k, k, [0, 8], [0, 2], 8, 2)
 
 
 def good():
@@ -93,6 +88,12 @@ def good():
         "v": zeros(2, 203, 3, 72),
         "out": np.full((2, 113, 6, 72), np.nan, np.float32),
     }
+
+
+@pytest.fixture
+def on_gpu(gpu):
+    """Valid arguments on a fake GPU, in float16."""
+    return {name: gpu.array(*array.shape) for name, array in good().items()}
 
 
 def assert_refused(error, message, **changes):
@@ -111,26 +112,18 @@ def test_the_good_arguments_are_good():
         ({"k": zeros(2, 203, 3, 32)}, "k has head_dim 32, but q has 40"),
         ({"k": zeros(2, 199, 3, 40)}, "k and v must have one seqlen, but have 199 and 203"),
         ({"v": zeros(2, 203, 6, 72)}, "k and v must have one number of heads, but have 3 and 6"),
-        (
-            {"k": zeros(2, 203, 4, 40), "v": zeros(2, 203, 4, 72)},
-            "q has 6 heads; expected a multiple of the 4 heads of k and v$",
-        ),
-        (
-            {"k": zeros(2, 203, 0, 40), "v": zeros(2, 203, 0, 72)},
-            "k and v have no heads; expected at least 1",
-        ),
-        (
-            {"q": zeros(2, 113, 6, 577), "k": zeros(2, 203, 3, 577)},
-            "head_dim of q and k is 577; expected 1 to 576",
-        ),
-        (
-            {"q": zeros(2, 113, 6, 0), "k": zeros(2, 203, 3, 0)},
-            "head_dim of q and k is 0; expected 1 to 576",
-        ),
+        ({"k": zeros(2, 203, 4, 40), "v": zeros(2, 203, 4, 72)},
+         "q has 6 heads; expected a multiple of the 4 heads of k and v$"),
+        ({"k": zeros(2, 203, 0, 40), "v": zeros(2, 203, 0, 72)},
+         "k and v have no heads; expected at least 1"),
+        ({"q": zeros(2, 113, 6, 577), "k": zeros(2, 203, 3, 577)},
+         "head_dim of q and k is 577; expected 1 to 576"),
+        ({"q": zeros(2, 113, 6, 0), "k": zeros(2, 203, 3, 0)},
+         "head_dim of q and k is 0; expected 1 to 576"),
         ({"v": zeros(2, 203, 3, 600)}, "head_dim of v is 600; expected 1 to 576"),
         ({"v": zeros(2, 203, 3, 0)}, "head_dim of v is 0; expected 1 to 576"),
     ],
-)
+)  # fmt: skip
 def test_shapes_that_do_not_go_together_are_refused(changes, message):
     assert_refused(ValueError, message, **changes)
 
@@ -161,16 +154,7 @@ def test_an_out_whose_batch_axes_have_no_common_stride_is_refused():
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize(
     "dtype",
-    [
-        np.int64,
-        np.int8,
-        np.uint8,
-        bool,
-        complex,
-        object,
-        "U4",
-        ml_dtypes.float8_e5m2,
-    ],
+    [np.int64, np.int8, np.uint8, bool, complex, object, "U4", ml_dtypes.float8_e5m2],
     ids=str,
 )
 def test_a_dtype_that_attention_is_not_computed_in_is_refused(name, dtype):
@@ -200,14 +184,12 @@ def test_an_array_in_foreign_byte_order_is_refused_with_the_remedy():
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
 def test_foreign_byte_order_on_a_gpu_is_refused_after_the_same_call_in_the_right_one(
-    name, monkeypatch
+    name, gpu, on_gpu
 ):
-    gpu = fake_gpu.install(monkeypatch)
-    arguments = {key: gpu.array(*array.shape) for key, array in good().items()}
-    flash_attention(**arguments)
+    flash_attention(**on_gpu)
     swapped = gpu.array(*good()[name].shape, dtype=np.dtype(np.float16).newbyteorder())
     with pytest.raises(TypeError, match=rf"pass {name}\.astype\('float16'\)"):
-        flash_attention(**(arguments | {name: swapped}))
+        flash_attention(**(on_gpu | {name: swapped}))
     assert len(gpu.launches) == 1
 
 
@@ -219,12 +201,10 @@ def test_foreign_byte_order_on_a_gpu_is_refused_after_the_same_call_in_the_right
         ({"q_offset": 1}, {"q_offset": True}),
     ],
 )
-def test_an_option_of_the_wrong_kind_is_refused_after_an_equal_right_one(right, wrong, monkeypatch):
-    gpu = fake_gpu.install(monkeypatch)
-    arguments = {key: gpu.array(*array.shape) for key, array in good().items()}
-    flash_attention(**arguments, causal=True, **right)
+def test_an_option_of_the_wrong_kind_is_refused_after_an_equal_right_one(right, wrong, gpu, on_gpu):
+    flash_attention(**on_gpu, causal=True, **right)
     with pytest.raises(TypeError, match=f"{next(iter(wrong))} is "):
-        flash_attention(**arguments, causal=True, **wrong)
+        flash_attention(**on_gpu, causal=True, **wrong)
     assert len(gpu.launches) == 1
 
 
@@ -242,22 +222,18 @@ class Changing:
 
 
 @pytest.mark.parametrize("name", ["softmax_scale", "q_offset"])
-def test_an_option_that_was_changed_in_place_counts_by_its_present_value(name, monkeypatch):
-    gpu = fake_gpu.install(monkeypatch)
-    arguments = {key: gpu.array(*array.shape) for key, array in good().items()}
+def test_an_option_that_was_changed_in_place_counts_by_its_present_value(name, gpu, on_gpu):
     option = Changing(2)
     for option.value in (2, 3, 5):
-        flash_attention(**arguments, causal=True, family="simt", **{name: option})
+        flash_attention(**on_gpu, causal=True, family="simt", **{name: option})
     # The keys are split, so each call launches more than one kernel.
     assert list(dict.fromkeys(struct[name] for _, struct in gpu.launches)) == [2, 3, 5]
 
 
 @pytest.mark.parametrize("name", ["softmax_scale", "q_offset"])
-def test_an_option_is_not_kept_alive(name, monkeypatch):
-    gpu = fake_gpu.install(monkeypatch)
-    arguments = {key: gpu.array(*array.shape) for key, array in good().items()}
+def test_an_option_is_not_kept_alive(name, on_gpu):
     option = Changing(2)
-    flash_attention(**arguments, causal=True, **{name: option})
+    flash_attention(**on_gpu, causal=True, **{name: option})
     gone = weakref.ref(option)
     del option
     gc.collect()
@@ -269,8 +245,7 @@ MISALIGNED = [(np.float32, 2), (np.float16, 1), (np.float64, 4)]
 
 @pytest.mark.parametrize(("dtype", "offset"), MISALIGNED)
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_an_input_at_an_address_that_no_load_can_use_is_copied(name, dtype, offset, monkeypatch):
-    gpu = fake_gpu.install(monkeypatch)
+def test_an_input_at_an_address_that_no_load_can_use_is_copied(name, dtype, offset, gpu):
     arrays = {key: gpu.array(*good()[key].shape, dtype=dtype) for key in "qkv"}
     flash_attention(**arrays)
     shifted = gpu.array(*arrays[name].shape, dtype=dtype, address=gpu.address() + offset)
@@ -283,8 +258,7 @@ def test_an_input_at_an_address_that_no_load_can_use_is_copied(name, dtype, offs
 
 
 @pytest.mark.parametrize(("dtype", "offset"), MISALIGNED)
-def test_an_out_at_an_address_that_no_store_can_use_is_refused(dtype, offset, monkeypatch):
-    gpu = fake_gpu.install(monkeypatch)
+def test_an_out_at_an_address_that_no_store_can_use_is_refused(dtype, offset, gpu):
     arrays = {key: gpu.array(*array.shape, dtype=dtype) for key, array in good().items()}
     flash_attention(**arrays)
     launched = len(gpu.launches)
@@ -316,23 +290,18 @@ def test_host_arrays_may_lie_at_any_address(dtype, rng):
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_an_out_that_overlaps_an_input_on_a_gpu_is_refused_in_every_call(name, monkeypatch):
-    gpu = fake_gpu.install(monkeypatch)
-    arguments = {key: gpu.array(*array.shape) for key, array in good().items()}
+def test_an_out_that_overlaps_an_input_on_a_gpu_is_refused_in_every_call(name, gpu, on_gpu):
     for _ in range(2):
-        flash_attention(**arguments)
-    within = gpu.array(*arguments["out"].shape, address=arguments[name].data.ptr + 64)
+        flash_attention(**on_gpu)
+    within = gpu.array(*on_gpu["out"].shape, address=on_gpu[name].data.ptr + 64)
     with pytest.raises(ValueError, match=f"out overlaps {name}; pass separate memory"):
-        flash_attention(**(arguments | {"out": within}))
+        flash_attention(**(on_gpu | {"out": within}))
     assert len(gpu.launches) == 2
 
 
 @pytest.mark.parametrize(("backend", "name"), [("auto", "qkv"), ("gpu", "q")])
 @pytest.mark.parametrize("index", [0, 1, 2])
-def test_parts_of_a_packed_array_on_a_gpu_are_read_where_they_lie(
-    index, backend, name, monkeypatch
-):
-    gpu = fake_gpu.install(monkeypatch)
+def test_parts_of_a_packed_array_on_a_gpu_are_read_where_they_lie(index, backend, name, gpu):
     qkv = gpu.array(2, 113, 3, 4, 40)
     for out in (None, gpu.array(2, 113, 4, 40)):
         for _ in range(2):
@@ -356,10 +325,6 @@ def test_what_is_no_array_is_refused(name, array):
     assert_refused(TypeError, f"{name} is a .*; expected a NumPy or CuPy array", **{name: array})
 
 
-def test_an_out_that_is_no_array_is_refused():
-    assert_refused(TypeError, "out is a list; expected a NumPy or CuPy array", out=[1.0])
-
-
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
 def test_a_masked_array_is_refused_as_its_mask_would_be_lost(name):
     masked = np.ma.masked_array(good()[name], mask=False)
@@ -367,45 +332,36 @@ def test_a_masked_array_is_refused_as_its_mask_would_be_lost(name):
     assert_refused(TypeError, message, **{name: masked})
 
 
-def test_an_out_of_jax_is_refused_as_it_is_immutable():
-    assert_refused(
-        TypeError,
-        "out is a JAX array, which is immutable and cannot be written in place",
-        out=refusals.jax_array(good()["out"]),
-    )
+_ROW = zeros(2, 1, 6, 72)
+_READ_ONLY = good()["out"]
+_READ_ONLY.flags.writeable = False
 
 
-def test_an_out_of_another_shape_is_refused():
-    message = r"out has shape \(2, 113, 6, 40\); expected \(2, 113, 6, 72\)"
-    assert_refused(ValueError, message, out=zeros(2, 113, 6, 40))
-
-
-def test_an_out_of_another_dtype_is_refused():
-    message = "out has dtype float64; expected float32, as q has"
-    assert_refused(TypeError, message, out=zeros(2, 113, 6, 72, dtype=np.float64))
-
-
-def test_an_out_whose_last_axis_is_not_contiguous_is_refused():
-    out = zeros(2, 113, 6, 144)[..., ::2]
-    assert_refused(ValueError, "out has strides .*; expected a contiguous last axis", out=out)
-
-
-def test_a_read_only_out_is_refused():
-    out = good()["out"]
-    out.flags.writeable = False
-    assert_refused(ValueError, "out is read-only; pass an array that can be written", out=out)
-
-
-def test_an_out_that_overlaps_itself_is_refused():
-    row = zeros(2, 1, 6, 72)
-    out = np.lib.stride_tricks.as_strided(row, (2, 113, 6, 72), (row.strides[0], 0, 288, 4))
-    assert_refused(ValueError, "out overlaps itself", out=out)
+@pytest.mark.parametrize(
+    ("out", "error", "message"),
+    [
+        ([1.0], TypeError, "out is a list; expected a NumPy or CuPy array"),
+        (refusals.jax_array(good()["out"]), TypeError,
+         "out is a JAX array, which is immutable and cannot be written in place"),
+        (zeros(2, 113, 6, 40), ValueError,
+         r"out has shape \(2, 113, 6, 40\); expected \(2, 113, 6, 72\)"),
+        (zeros(2, 113, 6, 72, dtype=np.float64), TypeError,
+         "out has dtype float64; expected float32, as q has"),
+        (zeros(2, 113, 6, 144)[..., ::2], ValueError,
+         "out has strides .*; expected a contiguous last axis"),
+        (_READ_ONLY, ValueError, "out is read-only; pass an array that can be written"),
+        (np.lib.stride_tricks.as_strided(_ROW, (2, 113, 6, 72), (_ROW.strides[0], 0, 288, 4)),
+         ValueError, "out overlaps itself"),
+    ],
+    ids=["no array", "JAX", "shape", "dtype", "strides", "read-only", "overlaps itself"],
+)  # fmt: skip
+def test_an_out_that_cannot_be_written_is_refused(out, error, message):
+    assert_refused(error, message, out=out)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_an_out_that_overlaps_an_input_is_refused(name):
-    sizes = {"q": (2, 113, 6, 72), "k": (2, 113, 6, 72), "v": (2, 113, 6, 72)}
-    arrays = {n: zeros(*shape) for n, shape in sizes.items()}
+    arrays = {n: zeros(2, 113, 6, 72) for n in ("q", "k", "v")}
     message = f"out overlaps {name}; pass separate memory"
     assert_refused(ValueError, message, **arrays, out=arrays[name])
     assert_refused(ValueError, message, **arrays, out=arrays[name][:, ::-1])
@@ -427,26 +383,19 @@ def test_an_out_between_the_rows_of_an_input_is_no_overlap():
         (ValueError, {"backend": "tpu"}, "backend is 'tpu'; expected one of auto, gpu, cpu"),
         (ValueError, {"softmax_scale": np.nan}, "softmax_scale is nan; expected a finite number"),
         (TypeError, {"softmax_scale": "1"}, "softmax_scale is '1'; expected a number"),
-        (
-            ValueError,
-            {"q_offset": 3},
-            "q_offset is for a causal mask, a window or another",
-        ),
+        (ValueError, {"q_offset": 3}, "q_offset is for a causal mask, a window or another"),
         (TypeError, {"q_offset": 3.5, "causal": True}, "q_offset is 3.5; expected an integer"),
         (TypeError, {"q_offset": True, "causal": True}, "q_offset is True; expected an integer"),
         (TypeError, {"softmax_scale": True}, "softmax_scale is True; expected a number"),
-        (
-            ValueError,
-            {"softmax_scale": 10**400},
-            "^softmax_scale is too large for a float; expected a f",
-        ),
+        (ValueError, {"softmax_scale": 10**400},
+         "^softmax_scale is too large for a float; expected a f"),
         (TypeError, {"return_lse": "no"}, "return_lse is 'no'; expected True or False"),
         (TypeError, {"tile": (True, 64)}, r"tile is \(True, 64\); expected a Tile"),
         (TypeError, {"causal": "yes"}, "causal is 'yes'; expected True or False"),
         (TypeError, {"tile": "64"}, r"tile is '64'; expected a Tile, .* or \(Br, Bc\)"),
         (ValueError, {"tile": (64,)}, r"tile is \(64,\); expected a Tile"),
     ],
-)
+)  # fmt: skip
 def test_an_option_that_is_no_choice_is_told_the_choices(error, changes, message):
     assert_refused(error, message, **changes)
 
@@ -487,16 +436,15 @@ def test_a_tile_or_family_that_the_cpu_does_not_have_is_refused(changes, message
     ],
 )
 def test_a_tile_or_family_that_does_not_fit_the_gpu_says_why(arch, family, tile, message):
-    arguments = good()
-    arguments.pop("out")
+    inputs = {name: good()[name] for name in "qkv"}
     with pytest.raises(UnsupportedError, match=message):
-        plan(flash_attention, **arguments, arch=arch, family=family, tile=tile)
+        plan(flash_attention, **inputs, arch=arch, family=family, tile=tile)
 
 
 def test_an_unknown_architecture_is_told_the_known_ones():
-    q = zeros(1, 5, 2, 8)
+    inputs = [zeros(1, 5, 2, 8)] * 3
     with pytest.raises(ValueError, match="unknown architecture 'sm_61'; expected one of sm_75"):
-        plan(flash_attention, q, q, q, arch="sm_61")
+        plan(flash_attention, *inputs, arch="sm_61")
 
 
 def test_plan_refuses_what_the_call_refuses():
@@ -534,9 +482,7 @@ def no_gpu(monkeypatch):
 @pytest.mark.usefixtures("no_gpu")
 def test_without_a_gpu_the_cpu_computes():
     assert np.isfinite(flash_attention(**good())).all()
-    arguments = good()
-    arguments.pop("out")
-    made = plan(flash_attention, **arguments)
+    made = plan(flash_attention, **{name: good()[name] for name in "qkv"})
     assert (made.family, made.reason) == ("cpu", "no GPU is available")
     assert set(made.rejected.values()) == {NO_GPU}
 
@@ -554,17 +500,8 @@ def test_without_a_gpu_asking_for_it_is_refused_with_the_reason():
 def test_an_nvrtc_that_is_too_old_is_refused_before_it_compiles(monkeypatch):
     from cupy.cuda import nvrtc
 
-    case = make_contiguous_problem(
-        dtype="float16",
-        batch=1,
-        seqlen_q=5,
-        seqlen_k=5,
-        heads_q=1,
-        heads_kv=1,
-        head_dim=8,
-        head_dim_v=8,
-    )
-    made = make_plan(case, device_for_arch("sm_90"))
+    q = zeros(1, 5, 1, 8, dtype=np.float16)
+    made = plan(flash_attention, q, q, q, arch="sm_90")
 
     def compile_program(*arguments):
         raise AssertionError("compiled all the same")
@@ -572,4 +509,4 @@ def test_an_nvrtc_that_is_too_old_is_refused_before_it_compiles(monkeypatch):
     monkeypatch.setattr(nvrtc, "getVersion", lambda: (11, 2))
     monkeypatch.setattr(nvrtc, "compileProgram", compile_program)
     with pytest.raises(CompileError, match=r"NVRTC 11\.2 is too old; 12\.0 or newer is needed"):
-        compile_cubin(made.unit, made.device)
+        compile_cubin(made.unit, device_for_arch("sm_90"))

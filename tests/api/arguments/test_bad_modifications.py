@@ -36,30 +36,18 @@ REFUSED = [
     ({"sinks": [0.5] * 5}, ValueError, r"sinks has shape \(5,\); expected \(4,\)"),
     ({"sinks": True}, TypeError, "sinks is a bool; expected a NumPy or CuPy array"),
     ({"bias": 0.5}, TypeError, "bias is a float; expected a NumPy or CuPy array"),
-    (
-        {"alibi_slopes": np.zeros((1, HEADS), np.float32)},
-        ValueError,
-        r"expected \(2, 4\).*is \(heads_q,\)",
-    ),
-    (
-        {"alibi_slopes": np.zeros((1, 1, HEADS), np.float32)},
-        ValueError,
-        r"expected \(4,\), one for each query head",
-    ),
+    ({"alibi_slopes": np.zeros((1, HEADS), np.float32)}, ValueError,
+     r"expected \(2, 4\).*is \(heads_q,\)"),
+    ({"alibi_slopes": np.zeros((1, 1, HEADS), np.float32)}, ValueError,
+     r"expected \(4,\), one for each query head"),
     ({"sinks": np.zeros(5, np.float32)}, ValueError, r"expected \(4,\), one for each query head"),
-    (
-        {"bias": np.zeros((SEQLEN, SEQLEN), bool)},
-        TypeError,
-        "selects the visible pairs, pass it as mask",
-    ),
+    ({"bias": np.zeros((SEQLEN, SEQLEN), bool)}, TypeError,
+     "selects the visible pairs, pass it as mask"),
     ({"bias": np.zeros((3, 3), np.float32)}, ValueError, r"broadcasts to \(2, 4, 16, 16\)"),
     ({"bias": "b"}, TypeError, "a NumPy or CuPy array"),
     ({"mask": np.zeros((SEQLEN, SEQLEN))}, TypeError, "expected bool: .* pass it as bias"),
-    (
-        {"mask": np.zeros(SEQLEN, ml_dtypes.bfloat16)},
-        TypeError,
-        "expected bool: .* pass it as bias",
-    ),
+    ({"mask": np.zeros(SEQLEN, ml_dtypes.bfloat16)}, TypeError,
+     "expected bool: .* pass it as bias"),
     ({"mask": np.zeros(SEQLEN, np.int64)}, TypeError, r"pass mask.astype\('bool'\)"),
     ({"mask": np.zeros((BATCH, SEQLEN), bool)}, ValueError, r"pass mask\[:, None, None\]"),
     ({"mask": np.zeros((3, SEQLEN), bool)}, ValueError, "heads_q, seqlen_q, seqlen_k\\)$"),
@@ -81,29 +69,20 @@ REFUSED = [
     ({"softcap": 3.0, "q_offset": 2**31}, ValueError, "q_offset is 2147483648"),
     ({"window_size": -2}, TypeError, "expected \\(left, right\\)"),
     ({"frobnicate": 3}, TypeError, "'frobnicate'; flash_attention takes q, k, v, causal, "),
-]
+]  # fmt: skip
 # Argument names of other libraries, and misspelt names.
 OTHER_NAMES = {
-    "scale": "pass softmax_scale",
-    "sm_scale": "pass softmax_scale",
-    "is_causal": "pass causal",
-    "attn_mask": "pass mask, .* or bias",
-    "dropout_p": "dropout is not supported",
+    "scale": "pass softmax_scale", "sm_scale": "pass softmax_scale", "is_causal": "pass causal",
+    "attn_mask": "pass mask, .* or bias", "dropout_p": "dropout is not supported",
     "window": r"pass window_size=\(left, right\)",
-    "sliding_window": r"pass window_size=\(left, right\)",
-    "num_heads": "the shapes of the arrays",
-    "enable_gqa": "the shapes of the arrays",
-    "deterministic": "always deterministic",
-    "logits_soft_cap": "pass softcap",
-    "s_aux": "pass sinks",
-    "return_attn_probs": "pass return_lse",
-    "key_padding_mask": "pass seqlens_k, or mask",
-    "block_mask": "pass mask_mod",
-    "cache_seqlens": "an argument of flash_attention_with_kvcache$",
+    "sliding_window": r"pass window_size=\(left, right\)", "num_heads": "the shapes of the arrays",
+    "enable_gqa": "the shapes of the arrays", "deterministic": "always deterministic",
+    "logits_soft_cap": "pass softcap", "s_aux": "pass sinks",
+    "return_attn_probs": "pass return_lse", "key_padding_mask": "pass seqlens_k, or mask",
+    "block_mask": "pass mask_mod", "cache_seqlens": "an argument of flash_attention_with_kvcache$",
     "cu_seqlens_q": "an argument of flash_attention_varlen$",
-    "softmaxscale": "did you mean 'softmax_scale'",
-    "windw_size": "did you mean 'window_size'",
-}
+    "softmaxscale": "did you mean 'softmax_scale'", "windw_size": "did you mean 'window_size'",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

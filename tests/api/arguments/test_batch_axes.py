@@ -8,8 +8,8 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
+from support.comparisons import assert_all_equal
 from support.foreign import Foreign
-from support.gpu import fake_gpu
 
 from cupy_flash import (
     attention_reference,
@@ -51,6 +51,11 @@ def random_arrays(rng, batch, layout="bshd", dtype=np.float32):
     return arrays
 
 
+def split_batch(arrays, batch):
+    """Return copies of named arrays with these batch axes, in C order."""
+    return {name: placed(x, batch, range(len(batch))) for name, x in arrays.items()}
+
+
 def assert_same(found, expected, batch):
     for one, other in zip(found, expected, strict=True):
         assert one.shape == (*batch, *other.shape[1:])
@@ -75,11 +80,9 @@ def test_results_have_the_batch_axes_of_the_inputs(rng, batch, order, layout):
     assert_same(back(place(dout), **split, **results), gradients, batch)
     _, pull_back = flash_attention_vjp(**split, **options)
     assert_same(pull_back(place(dout)), gradients, batch)
-    made = plan(flash_attention, **split, **options)
-    flat = plan(flash_attention, **arrays, **options)
-    assert (made.problem.mask, made.problem.batch, made.tile) == (
-        *(flat.problem.mask, flat.problem.batch, flat.tile),
-    )
+    plans = [plan(flash_attention, **x, **options) for x in (split, arrays)]
+    made, flat = ((p.problem.mask, p.problem.batch, p.tile) for p in plans)
+    assert made == flat
     planned = plan(flash_attention_backward, **split, **options)
     assert planned.workspace == plan(flash_attention_backward, **arrays, **options).workspace
 
@@ -89,7 +92,7 @@ def test_results_have_the_batch_axes_of_the_inputs(rng, batch, order, layout):
 def test_they_are_what_the_formula_gives(rng, batch, dtype):
     arrays = random_arrays(rng, batch, dtype=dtype)
     del arrays["dout"]
-    split = {n: placed(x, batch, range(len(batch))) for n, x in arrays.items()}
+    split = split_batch(arrays, batch)
     out = flash_attention(**split, causal=True, backend="cpu").reshape(-1, SEQLEN_Q, HEADS, DIM_V)
     exact, lse = attention_reference(**arrays, causal=True, return_lse=True)
     naive = attention_naive(**arrays, causal=True)
@@ -98,8 +101,7 @@ def test_they_are_what_the_formula_gives(rng, batch, dtype):
 
 @pytest.mark.parametrize("batch", [(), (2, 3)])
 def test_results_are_written_to_arrays_of_the_same_axes(rng, batch):
-    arrays = random_arrays(rng, batch)
-    split = {n: placed(x, batch, range(len(batch))) for n, x in arrays.items()}
+    split = split_batch(random_arrays(rng, batch), batch)
     dout = split.pop("dout")
     expected = flash_attention(**split, return_lse=True, backend="cpu")
     # `out` consists of every other head of an array with twice the heads.
@@ -107,22 +109,20 @@ def test_results_are_written_to_arrays_of_the_same_axes(rng, batch):
     out = wide[..., ::2, :]
     results = flash_attention(**split, out=out, return_lse=True, backend="cpu")
     assert results[0] is out
-    for one, other in zip(results, expected, strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_all_equal(results, expected)
     assert np.isnan(wide[..., 1::2, :]).all()
     back = functools.partial(flash_attention_backward, dout, **split, out=out, lse=expected[1])
     new = {f"d{n}": np.full_like(x, np.nan) for n, x in split.items()}
-    gradients = back(backend="cpu")
-    for one, array, other in zip(back(**new, backend="cpu"), new.values(), gradients, strict=True):
-        assert one is array
-        np.testing.assert_array_equal(array, other)
+    gradients, into = back(backend="cpu"), back(**new, backend="cpu")
+    assert all(one is array for one, array in zip(into, new.values(), strict=True))
+    assert_all_equal(into, gradients)
 
 
 @pytest.mark.parametrize("batch", [(), (2, 3)])
 def test_modifications_have_one_batch_axis(rng, batch):
     arrays = random_arrays(rng, batch)
     size = math.prod(batch)
-    split = {n: placed(x, batch, range(len(batch))) for n, x in arrays.items()}
+    split = split_batch(arrays, batch)
     dout = split.pop("dout")
     given = {
         "bias": rng.standard_normal((size, HEADS, SEQLEN_Q, SEQLEN_K), np.float32),
@@ -148,12 +148,11 @@ def test_modifications_have_one_batch_axis(rng, batch):
 
 def test_a_bias_with_several_batch_axes_is_refused_with_the_shape_that_is_taken(rng):
     batch = (2, 3)
-    arrays = random_arrays(rng, batch)
-    split = {n: placed(arrays[n], batch, (0, 1)) for n in "qkv"}
+    split = split_batch(random_arrays(rng, batch), batch)
+    del split["dout"]
     bias = np.zeros((*batch, HEADS, SEQLEN_Q, SEQLEN_K), np.float32)
-    with pytest.raises(
-        ValueError, match=r"bias has shape \(2, 3, .*broadcasts to \(6, 4, 13, 21\)"
-    ):
+    message = r"bias has shape \(2, 3, .*broadcasts to \(6, 4, 13, 21\)"
+    with pytest.raises(ValueError, match=message):
         flash_attention(**split, bias=bias)
 
 
@@ -169,8 +168,8 @@ def test_float8_may_have_other_batch_axes(rng):
 
 @pytest.mark.parametrize("batch", [(), (2, 3)])
 def test_another_librarys_arrays_are_taken_alike(rng, batch):
-    arrays = random_arrays(rng, batch)
-    split = {n: placed(arrays[n], batch, range(len(batch))) for n in "qkv"}
+    split = split_batch(random_arrays(rng, batch), batch)
+    del split["dout"]
     expected = flash_attention(**split)
     out = flash_attention(**{n: Foreign(x) for n, x in split.items()})
     assert isinstance(out, Foreign)
@@ -212,15 +211,16 @@ def test_no_sequences_are_computed(rng):
     assert lse.shape == (2, 0, 3, HEADS, SEQLEN_Q)
 
 
-# Calls on a fake GPU: arrays have no memory, and kernels do not run
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    return fake_gpu.install(monkeypatch)
-
-
 SHAPES = {"q": (113, 6, 40), "k": (203, 3, 40), "v": (203, 3, 72)}
+
+
+def assert_read_in_place(gpu, batch):
+    """Assert that a call with several batch axes reads the memory that the call before reads."""
+    (_, expected), (_, params) = gpu.launches
+    for name in ("q", "k", "v"):
+        for field in ("data", "row_stride", "head_stride"):
+            assert params[name][field] == expected[name][field]
+        assert not batch or params[name]["batch_stride"] == expected[name]["batch_stride"]
 
 
 @pytest.mark.parametrize("batch", [(), (2, 3), (1, 6), (2, 1, 3)])
@@ -229,19 +229,15 @@ def test_arrays_on_a_gpu_are_read_where_they_lie(gpu, batch):
     split = {n: gpu.array(*batch, *SHAPES[n], address=x.data.ptr) for n, x in flat.items()}
     flash_attention(**flat, return_lse=True)
     out, lse = flash_attention(**split, return_lse=True)
-    (_, expected), (_, params) = gpu.launches
-    for name in ("q", "k", "v"):
-        for field in ("data", "row_stride", "head_stride"):
-            assert params[name][field] == expected[name][field]
-        assert not batch or params[name]["batch_stride"] == expected[name]["batch_stride"]
+    assert_read_in_place(gpu, batch)
+    _, params = gpu.launches[1]
     assert params["batch"] == math.prod(batch)
     assert params["out"]["data"] == out.data.ptr
     assert params["lse"] == lse.data.ptr
     assert (out.shape, lse.shape) == ((*batch, 113, 6, 72), (*batch, 6, 113))
     dout = gpu.array(*out.shape)
     gradients = flash_attention_backward(dout, **split, out=out, lse=lse)
-    for gradient, array in zip(gradients, split.values(), strict=True):
-        assert gradient.shape == array.shape
+    assert [gradient.shape for gradient in gradients] == [x.shape for x in split.values()]
     _, params = gpu.launches[-1]
     assert params["k"]["data"] == split["k"].data.ptr
 
@@ -253,11 +249,7 @@ def test_one_array_of_all_three_is_read_where_it_lies(gpu, batch):
     for array in (flat, qkv):
         out, lse = flash_attention_qkvpacked(array, return_lse=True)
     assert (out.shape, lse.shape) == ((*batch, 113, 4, 40), (*batch, 4, 113))
-    (_, expected), (_, params) = gpu.launches
-    for name in ("q", "k", "v"):
-        for field in ("data", "row_stride", "head_stride"):
-            assert params[name][field] == expected[name][field]
-        assert not batch or params[name]["batch_stride"] == expected[name]["batch_stride"]
+    assert_read_in_place(gpu, batch)
     # Batch axes that are in another order in memory cannot be merged into one.
     if len(batch) == 2:
         step = qkv.strides[1]
@@ -280,7 +272,6 @@ def test_batch_axes_without_a_common_stride_are_copied_on_a_gpu(gpu):
     out = gpu.array(2, 3, 113, 6, 72)
     strides = (out.strides[1], 2 * out.strides[1], *out.strides[2:])
     out = gpu.array(*out.shape, strides=strides)
-    with pytest.raises(
-        ValueError, match=r"out has shape .*; expected batch axes that can be merged"
-    ):
+    message = r"out has shape .*; expected batch axes that can be merged"
+    with pytest.raises(ValueError, match=message):
         flash_attention(**split, out=out)

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.calls.sequence_support import random_kvcache_case, random_varlen_case
-from support.gpu import fake_gpu
+from support.comparisons import assert_all_equal
 
 from cupy_flash import (
     attention_reference,
@@ -210,12 +210,8 @@ def test_a_merge_takes_the_same_sinks(rng, sinks):
 def test_numbers_may_be_arrays_of_one(rng, shape):
     q, k, v = dense(rng)
     rows = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
-    lengths = {
-        "cu_seqlens_q": [0, 13, 26],
-        "cu_seqlens_k": [0, 21, 42],
-        "max_seqlen_q": 13,
-        "max_seqlen_k": 21,
-    }
+    lengths = {"cu_seqlens_q": [0, 13, 26], "cu_seqlens_k": [0, 21, 42]}
+    lengths |= {"max_seqlen_q": 13, "max_seqlen_k": 21}
     numbers = {"softmax_scale": 0.25, "softcap": 2.0}
     calls = (
         functools.partial(flash_attention, q, k, v, backend="cpu"),
@@ -231,13 +227,9 @@ def test_numbers_may_be_arrays_of_one(rng, shape):
     np.testing.assert_array_equal(found, flash_attention_varlen(*rows, **lengths, backend="cpu"))
     out, lse = flash_attention(q, k, v, **numbers, return_lse=True, backend="cpu")
     back = functools.partial(flash_attention_backward, out, q, k, v, out, lse, backend="cpu")
-    for found, expected in zip(back(**arrays), back(**numbers), strict=True):
-        np.testing.assert_array_equal(found, expected)
-    options = {"causal": True, "backend": "cpu"}
-    expected = flash_attention(q, k, v, q_offset=5, **options)
-    np.testing.assert_array_equal(
-        flash_attention(q, k, v, q_offset=np.array(5), **options), expected
-    )
+    assert_all_equal(back(**arrays), back(**numbers))
+    call = functools.partial(flash_attention, q, k, v, causal=True, backend="cpu")
+    np.testing.assert_array_equal(call(q_offset=np.array(5)), call(q_offset=5))
 
 
 def test_arrays_of_several_numbers_are_no_numbers(rng):
@@ -254,17 +246,13 @@ def test_arrays_of_several_numbers_are_no_numbers(rng):
 def test_arrays_at_odd_addresses_give_the_same_bits(rng, dtype):
     q, k, v = dense(rng, dtype)
     arrays = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "bias": rng.standard_normal((HEADS, 13, 21)).astype(dtype),
+        "q": q, "k": k, "v": v, "bias": rng.standard_normal((HEADS, 13, 21)).astype(dtype),
         "mask": rng.random((13, 21)) < 0.7,
         "tree_mask": rng.integers(0, 2**13, (2, 13)).astype(np.uint64),
         "alibi_slopes": rng.random(HEADS).astype(np.float32),
         "sinks": rng.standard_normal(HEADS).astype(dtype),
-        "prefix_lens": np.array([3, 0], np.int32),
-        "seqlens_k": np.array([21, 19], np.int32),
-    }
+        "prefix_lens": np.array([3, 0], np.int32), "seqlens_k": np.array([21, 19], np.int32),
+    }  # fmt: skip
     moved = {n: at_odd_address(x) for n, x in arrays.items()}
     call = functools.partial(flash_attention, causal=True, return_lse=True, backend="cpu")
     out, lse = call(**arrays)
@@ -274,9 +262,8 @@ def test_arrays_at_odd_addresses_give_the_same_bits(rng, dtype):
     assert_same(results, (out, lse))
     planned = functools.partial(plan, flash_attention, causal=True)
     assert planned(**moved).problem == planned(**arrays).problem
-    back = functools.partial(
-        flash_attention_backward, causal=True, wrt=("q", "k", "v", "bias", "sinks"), backend="cpu"
-    )
+    wrt = ("q", "k", "v", "bias", "sinks")
+    back = functools.partial(flash_attention_backward, causal=True, wrt=wrt, backend="cpu")
     expected = back(out, **arrays, out=out, lse=lse)
     odd = at_odd_address(out)
     assert_same(back(odd, **moved, out=odd, lse=at_odd_address(lse)), expected)
@@ -297,14 +284,6 @@ def test_elements_between_the_fields_of_records_are_read(rng):
     records["row"] = k
     assert records["row"].strides[2] % 4
     np.testing.assert_array_equal(flash_attention(q, records["row"], v), flash_attention(q, k, v))
-
-
-# Calls on a fake GPU: arrays have no memory, and kernels do not run
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    return fake_gpu.install(monkeypatch)
 
 
 def packed_on(gpu, **changes):
@@ -353,10 +332,8 @@ def test_the_gradient_of_sinks_on_a_gpu_has_their_dtype(gpu):
     rows, lse = (2, 113, 6, 40), gpu.array(2, 6, 113, dtype=np.float32)
     dout, q, k, v, out = (gpu.array(*rows) for _ in range(5))
     for dtype in (np.float64, np.float32, np.float16):
-        sinks = gpu.array(6, dtype=dtype)
-        *_, dsinks = flash_attention_backward(
-            dout, q, k, v, out, lse, sinks=sinks, wrt=("q", "sinks")
-        )
+        given = {"sinks": gpu.array(6, dtype=dtype), "wrt": ("q", "sinks")}
+        *_, dsinks = flash_attention_backward(dout, q, k, v, out, lse, **given)
         assert (dsinks.dtype, dsinks.shape) == (dtype, (6,))
 
 

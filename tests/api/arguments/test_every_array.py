@@ -21,14 +21,7 @@ from support.calls.every_array import (
     kind_of,
 )
 from support.calls.every_array_bounds import check_results
-from support.libraries import (
-    Library,
-    dlpack_library,
-    host_array,
-    jax_library,
-    numpy_library,
-    torch_library,
-)
+from support.libraries import HOST_LIBRARIES, Library, host_array
 
 import cupy_flash
 
@@ -41,16 +34,11 @@ EXACT = {
     "flash_attention_varlen": cupy_flash.attention_varlen_reference,
     "flash_attention_with_kvcache": cupy_flash.attention_with_kvcache_reference,
 }
-LIBRARIES = {
-    "torch": lambda: torch_library("cpu"),
-    "jax": lambda: jax_library("cpu"),
-    "dlpack": lambda: dlpack_library(numpy_library()),
-}
 
 
-@pytest.fixture(params=LIBRARIES)
+@pytest.fixture(params=HOST_LIBRARIES)
 def library(request: pytest.FixtureRequest) -> Library:
-    return LIBRARIES[request.param]()
+    return HOST_LIBRARIES[request.param]()
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)

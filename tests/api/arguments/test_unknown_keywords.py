@@ -22,24 +22,19 @@ DENSE, PACKED, GRADIENTS = (Q, Q, Q), (ROWS, ROWS, ROWS, *LENGTHS), (Q, Q, Q, Q,
 PACKED_GRADIENTS = (ROWS, ROWS, ROWS, ROWS, ROWS, LSE[0], *LENGTHS)
 # Arguments for a call of each function that takes masks or score modifications.
 CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
-    "attention_backward_reference": ((Q, Q, Q, Q), {}),
-    "attention_reference": (DENSE, {}),
+    "attention_backward_reference": ((Q, Q, Q, Q), {}), "attention_reference": (DENSE, {}),
     "attention_varlen_backward_reference": ((ROWS, *PACKED), {}),
     "attention_varlen_reference": (PACKED, {}),
     "attention_with_kvcache_reference": (DENSE, {"cache_seqlens": 4}),
-    "flash_attention": (DENSE, {}),
-    "flash_attention_backward": (GRADIENTS, {}),
+    "flash_attention": (DENSE, {}), "flash_attention_backward": (GRADIENTS, {}),
     "flash_attention_qkvpacked": ((QKV,), {}),
     "flash_attention_qkvpacked_backward": ((Q, QKV, Q, LSE), {}),
-    "flash_attention_qkvpacked_vjp": ((QKV,), {}),
-    "flash_attention_varlen": (PACKED, {}),
+    "flash_attention_qkvpacked_vjp": ((QKV,), {}), "flash_attention_varlen": (PACKED, {}),
     "flash_attention_varlen_backward": (PACKED_GRADIENTS, {}),
-    "flash_attention_varlen_vjp": (PACKED, {}),
-    "flash_attention_vjp": (DENSE, {}),
-    "flash_attention_with_kvcache": (DENSE, {"cache_seqlens": 4}),
-    "plot_mask": ((4, 4), {}),
+    "flash_attention_varlen_vjp": (PACKED, {}), "flash_attention_vjp": (DENSE, {}),
+    "flash_attention_with_kvcache": (DENSE, {"cache_seqlens": 4}), "plot_mask": ((4, 4), {}),
     "seen_pairs": ((4, 4), {}),
-}
+}  # fmt: skip
 OF_LIBRARY = ("flash_attention", "flash_attention_qkvpacked", "flash_attention_varlen")
 PUBLIC = [("cupy_flash", name) for name in CALLS]
 PUBLIC += [(f"cupy_flash.{library}", name) for library in ("jax", "torch") for name in OF_LIBRARY]
@@ -154,35 +149,23 @@ def test_modifications_that_a_function_is_said_to_take_are_taken(name: str) -> N
 @pytest.mark.parametrize(
     ("name", "keyword", "advice"),
     [
-        (
-            "flash_attention_with_kvcache",
-            "cu_seqlens_kv",
-            "it corresponds to cu_seqlens_k of flash_attention_varlen",
-        ),
-        (
-            "flash_attention_with_kvcache",
-            "q_descale",
-            "it corresponds to q_scale of flash_attention",
-        ),
+        ("flash_attention_with_kvcache", "cu_seqlens_kv",
+         "it corresponds to cu_seqlens_k of flash_attention_varlen"),
+        ("flash_attention_with_kvcache", "q_descale",
+         "it corresponds to q_scale of flash_attention"),
         ("flash_attention_with_kvcache", "kv_seqlens", "pass cache_seqlens"),
         ("flash_attention_varlen", "kv_lens", "pass seqused_k"),
-        (
-            "flash_attention",
-            "page_table",
-            "it corresponds to block_table of flash_attention_varlen and "
-            "flash_attention_with_kvcache",
-        ),
+        ("flash_attention", "page_table",
+         "it corresponds to block_table of flash_attention_varlen and "
+         "flash_attention_with_kvcache"),
         # The error names the function with this argument and the same results.
-        (
-            "flash_attention_backward",
-            "cu_seqlens_kv",
-            "it corresponds to cu_seqlens_k of flash_attention_varlen_backward",
-        ),
+        ("flash_attention_backward", "cu_seqlens_kv",
+         "it corresponds to cu_seqlens_k of flash_attention_varlen_backward"),
         ("flash_attention_vjp", "cu_seqlens_q", "it is an argument of flash_attention_varlen_vjp"),
         ("flash_attention_varlen", "Window_Size", "did you mean 'window_size'?"),
         ("flash_attention_varlen", "seqused_kv", "did you mean 'seqused_k'?"),
     ],
-)
+)  # fmt: skip
 def test_advice_depends_on_the_function(name: str, keyword: str, advice: str) -> None:
     assert told("cupy_flash", name, keyword) == advice
 

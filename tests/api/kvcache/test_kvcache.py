@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support import refusals
 from support.calls.sequence_support import KVCacheCase, random_kvcache_case
+from support.comparisons import assert_all_equal, with_arrays
 from support.foreign import Foreign
 from support.gpu import fake_gpu
 
@@ -59,16 +60,9 @@ def test_the_good_arguments_are_good(arguments):
 @pytest.mark.parametrize("page_size", [0, 1, 16])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_numpy_arrays_give_what_the_formula_gives(rng, dtype, page_size, causal, seqlen_new):
-    problem = random_kvcache_case(
-        rng,
-        dtype=dtype,
-        page_size=page_size,
-        indexed=page_size == 0,
-        causal=causal,
-        seqlen_q=3,
-        seqlen_new=seqlen_new,
-        rotary_dim=32 if seqlen_new else 0,
-    ).problem()
+    lengths = {"seqlen_q": 3, "seqlen_new": seqlen_new, "rotary_dim": 32 if seqlen_new else 0}
+    options = {"dtype": dtype, "page_size": page_size, "causal": causal}
+    problem = random_kvcache_case(rng, indexed=page_size == 0, **options, **lengths).problem()
     arguments = problem.arguments()
     out, lse = flash_attention_with_kvcache(**arguments, return_lse=True, backend="cpu")
     problem.check(out, lse)
@@ -85,8 +79,7 @@ def test_queries_and_new_keys_are_rotated_by_their_positions(rng, causal, interl
     before = {name: arguments[name].copy() for name in ("q", "k", "v")}
     problem.check(flash_attention_with_kvcache(**arguments, backend="cpu"))
     problem.check_caches(arguments["k_cache"], arguments["v_cache"])
-    for name, array in before.items():
-        np.testing.assert_array_equal(arguments[name], array)
+    assert_all_equal((arguments[name] for name in before), before.values())
 
 
 def test_queries_are_rotated_on_the_host_also_where_no_row_is_new(rng):
@@ -138,10 +131,7 @@ def test_out_is_filled_and_returned(rng):
 
 def test_arrays_of_another_library_are_answered_in_kind(rng):
     problem = random_kvcache_case(rng).problem()
-    arguments = {
-        name: Foreign(value) if isinstance(value, np.ndarray) else value
-        for name, value in problem.arguments().items()
-    }
+    arguments = with_arrays(Foreign, problem.arguments())
     out = flash_attention_with_kvcache(**arguments, backend="cpu")
     assert isinstance(out, Foreign)
     problem.check(out.array)
@@ -150,10 +140,7 @@ def test_arrays_of_another_library_are_answered_in_kind(rng):
 def test_torch_caches_are_appended_to_in_place(rng):
     torch = pytest.importorskip("torch")
     problem = random_kvcache_case(rng, seqlen_new=2).problem()
-    arguments = {
-        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-        for name, value in problem.arguments().items()
-    }
+    arguments = with_arrays(torch.from_numpy, problem.arguments())
     out = flash_attention_with_kvcache(**arguments, backend="cpu")
     problem.check(out.numpy())
     problem.check_caches(arguments["k_cache"].numpy(), arguments["v_cache"].numpy())
@@ -175,20 +162,17 @@ def test_a_read_only_cache_can_be_attended_to(rng):
     problem.check(flash_attention_with_kvcache(**arguments, backend="cpu"))
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_an_empty_cache_gives_zeros_with_an_lse_of_minus_infinity(causal):
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [(61, {"backend": "cpu"}), (61, {"backend": "cpu", "causal": True}), (0, {})],
+    ids=["full attention", "causal", "without room"],
+)
+def test_an_empty_cache_gives_zeros_with_an_lse_of_minus_infinity(rows, options):
     arguments = {name: good()[name] for name in ("q", "k_cache", "v_cache", "out")}
+    arguments |= {name: arguments[name][:, :rows] for name in ("k_cache", "v_cache")}
     out, lse = flash_attention_with_kvcache(
-        **arguments, cache_seqlens=0, causal=causal, return_lse=True, backend="cpu"
+        **arguments, cache_seqlens=0, return_lse=True, **options
     )
-    assert not out.any()
-    assert np.isneginf(lse).all()
-
-
-def test_a_cache_without_room_gives_zeros_with_an_lse_of_minus_infinity():
-    arguments = {name: good()[name] for name in ("q", "k_cache", "v_cache", "out")}
-    arguments |= {name: arguments[name][:, :0] for name in ("k_cache", "v_cache")}
-    out, lse = flash_attention_with_kvcache(**arguments, cache_seqlens=0, return_lse=True)
     assert not out.any()
     assert np.isneginf(lse).all()
 
@@ -216,64 +200,42 @@ def test_an_empty_batch_touches_nothing():
         ({"v": None}, "k is given and v is not; pass both or neither"),
         ({"k": None}, "v is given and k is not; pass both or neither"),
         ({"k": np.zeros((3, 5, 120), np.float32)}, "k has 3 axes, .*; expected 4: batch, seqlen_n"),
-        (
-            {"k": np.zeros((2, 5, 3, 40), np.float32)},
-            r"k has shape \(2, 5, 3, 40\); expected \(3, 5, 3, 40\), rows of k_cache for each",
-        ),
-        (
-            {"v": np.zeros((3, 4, 3, 72), np.float32)},
-            r"v has shape \(3, 4, 3, 72\); expected \(3, 5, 3, 72\), rows of v_cache for each",
-        ),
-        (
-            {"k": np.zeros((3, 62, 3, 40), np.float32), "v": np.zeros((3, 62, 3, 72), np.float32)},
-            "k and v append 62 rows to each cache, but a cache holds 61",
-        ),
+        ({"k": np.zeros((2, 5, 3, 40), np.float32)},
+         r"k has shape \(2, 5, 3, 40\); expected \(3, 5, 3, 40\), rows of k_cache for each"),
+        ({"v": np.zeros((3, 4, 3, 72), np.float32)},
+         r"v has shape \(3, 4, 3, 72\); expected \(3, 5, 3, 72\), rows of v_cache for each"),
+        ({"k": np.zeros((3, 62, 3, 40), np.float32), "v": np.zeros((3, 62, 3, 72), np.float32)},
+         "k and v append 62 rows to each cache, but a cache holds 61"),
         ({"cache_seqlens": np.zeros(2, np.int32)}, r"cache_seqlens has shape \(2,\); expected \(3"),
-        (
-            {"cache_seqlens": np.array(7, np.int32)},
-            r"has shape \(\); expected \(3,\), .*; pass an integer if all are equal",
-        ),
-        (
-            {"cache_seqlens": [7, 0, 57]},
-            r"cache_seqlens\[2\] is 57; expected at most 56: a cache holds 61 rows, and 5 are",
-        ),
+        ({"cache_seqlens": np.array(7, np.int32)},
+         r"has shape \(\); expected \(3,\), .*; pass an integer if all are equal"),
+        ({"cache_seqlens": [7, 0, 57]},
+         r"cache_seqlens\[2\] is 57; expected at most 56: a cache holds 61 rows, and 5 are"),
         ({"cache_seqlens": [7, -1, 5]}, r"cache_seqlens\[1\] is -1; expected at least 0"),
         ({"cache_seqlens": 57}, "cache_seqlens is 57; expected at most 56"),
         ({"cache_seqlens": -3}, "cache_seqlens is -3; expected at least 0"),
         ({"cache_batch_idx": [0, 4, 1]}, r"cache_batch_idx\[1\] is 4; expected 0 to 3, as k_cache"),
         ({"cache_batch_idx": [0, 1]}, r"cache_batch_idx has shape \(2,\); expected \(3,\), one"),
-        (
-            {"cache_batch_idx": [0, 1, 2], "block_table": np.zeros((3, 4), np.int32)},
-            "cache_batch_idx and block_table are both given; pass only one",
-        ),
+        ({"cache_batch_idx": [0, 1, 2], "block_table": np.zeros((3, 4), np.int32)},
+         "cache_batch_idx and block_table are both given; pass only one"),
         ({"rotary_sin": None}, "rotary_cos is given, but not rotary_sin; pass both or neither"),
         ({"rotary_cos": None}, "rotary_sin is given, but not rotary_cos; pass both or neither"),
         ({"k": None, "v": None}, "rotary_cos and rotary_sin rotate k and q; pass k and v with"),
         ({"rotary_cos": np.ones(61, np.float32)}, "rotary_cos has 1 axes, .*; expected 2: positio"),
-        (
-            {"rotary_sin": np.ones((61, 7), np.float32)},
-            r"rotary_sin has shape \(61, 7\); expected \(61, 8\), as rotary_cos",
-        ),
-        (
-            {name: np.ones((61, 21), np.float32) for name in ("rotary_cos", "rotary_sin")},
-            "rotary_cos has 21 columns for a rotary_dim of 42; expected a rotary_dim of 2 to 40",
-        ),
-        (
-            {name: np.ones((61, 0), np.float32) for name in ("rotary_cos", "rotary_sin")},
-            "rotary_cos has 0 columns for a rotary_dim of 0; expected a rotary_dim of 2",
-        ),
-        (
-            {name: np.ones((4, 8), np.float32) for name in ("rotary_cos", "rotary_sin")},
-            "rotary_cos has 4 rows; expected at least 5, one for each position",
-        ),
-        (
-            {name: np.ones((60, 8), np.float32) for name in ("rotary_cos", "rotary_sin")},
-            r"\[2\] is 56; expected at most 55: rotary_cos has 60 rows, and 5 are read from",
-        ),
+        ({"rotary_sin": np.ones((61, 7), np.float32)},
+         r"rotary_sin has shape \(61, 7\); expected \(61, 8\), as rotary_cos"),
+        ({name: np.ones((61, 21), np.float32) for name in ("rotary_cos", "rotary_sin")},
+         "rotary_cos has 21 columns for a rotary_dim of 42; expected a rotary_dim of 2 to 40"),
+        ({name: np.ones((61, 0), np.float32) for name in ("rotary_cos", "rotary_sin")},
+         "rotary_cos has 0 columns for a rotary_dim of 0; expected a rotary_dim of 2"),
+        ({name: np.ones((4, 8), np.float32) for name in ("rotary_cos", "rotary_sin")},
+         "rotary_cos has 4 rows; expected at least 5, one for each position"),
+        ({name: np.ones((60, 8), np.float32) for name in ("rotary_cos", "rotary_sin")},
+         r"\[2\] is 56; expected at most 55: rotary_cos has 60 rows, and 5 are read from"),
         ({"out": np.zeros((3, 2, 6, 40), np.float32)}, r"out has shape \(3, 2, 6, 40\); expected"),
         *refusals.WRONG_OPTIONS,
     ],
-)
+)  # fmt: skip
 def test_a_wrong_value_is_refused_by_name_and_nothing_is_appended(changes, message):
     assert_refused(ValueError, message, good() | changes)
 
@@ -281,22 +243,14 @@ def test_a_wrong_value_is_refused_by_name_and_nothing_is_appended(changes, messa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"block_table": np.zeros((2, 8), np.int32)},
-            "block_table has 2 rows; expected 3, one for",
-        ),
-        (
-            {"block_table": [[3, 1], [2, 2], [15, 0]]},
-            r"cache_seqlens\[2\] is 56; expected at most 11: a cache holds 16 rows, and 5 are app",
-        ),
-        (
-            {"block_table": [[3, -9] + [1] * 6, [2] * 8, [15] * 8]},
-            r"block_table\[0, 1\] is -9; expected 0 to 15, as there are 16 pages",
-        ),
-        (
-            {"block_table": [[3] * 8, [2] * 8, [15] * 7 + [16]]},
-            r"block_table\[2, 7\] is 16; expected 0 to 15",
-        ),
+        ({"block_table": np.zeros((2, 8), np.int32)},
+         "block_table has 2 rows; expected 3, one for"),
+        ({"block_table": [[3, 1], [2, 2], [15, 0]]},
+         r"cache_seqlens\[2\] is 56; expected at most 11: a cache holds 16 rows, and 5 are app"),
+        ({"block_table": [[3, -9] + [1] * 6, [2] * 8, [15] * 8]},
+         r"block_table\[0, 1\] is -9; expected 0 to 15, as there are 16 pages"),
+        ({"block_table": [[3] * 8, [2] * 8, [15] * 7 + [16]]},
+         r"block_table\[2, 7\] is 16; expected 0 to 15"),
         (
             {name: np.zeros((0, 8, 3, dim)) for name, dim in (("k_cache", 40), ("v_cache", 72))}
             | {name: np.zeros((3, 5, 3, dim)) for name, dim in (("k", 40), ("v", 72))}
@@ -304,7 +258,7 @@ def test_a_wrong_value_is_refused_by_name_and_nothing_is_appended(changes, messa
             r"block_table\[0, 0\] is 3, but there are no pages; cache_seqlens must be 0",
         ),
     ],
-)
+)  # fmt: skip
 def test_a_page_that_is_not_there_is_refused_also_for_new_rows(changes, message):
     assert_refused(ValueError, message, good_paged() | changes)
 
@@ -320,28 +274,20 @@ def test_a_page_that_is_not_there_is_refused_also_for_new_rows(changes, message)
         ({"cache_seqlens": True}, "cache_seqlens is True; expected an integer or an int32 array"),
         ({"return_lse": "no"}, "return_lse is 'no'; expected True or False"),
         ({"num_splits": True}, "num_splits is True; expected an integer"),
-        (
-            {"cache_seqlens": np.zeros(3)},
-            r"cache_seqlens has dtype float64; pass cache_seqlens\.astype\('int32'\)",
-        ),
-        (
-            {"block_table": np.zeros((3, 8), bool)},
-            r"block_table has dtype bool; pass block_table\.astype\('int32'\)",
-        ),
+        ({"cache_seqlens": np.zeros(3)},
+         r"cache_seqlens has dtype float64; pass cache_seqlens\.astype\('int32'\)"),
+        ({"block_table": np.zeros((3, 8), bool)},
+         r"block_table has dtype bool; pass block_table\.astype\('int32'\)"),
         ({"k_cache": np.zeros((4, 61, 3, 40))}, "q, k_cache and v_cache must have one dtype"),
-        (
-            {"k": np.zeros((3, 5, 3, 40), np.float16)},
-            "k has dtype float16; expected float32, as q has",
-        ),
-        (
-            {"rotary_cos": np.ones((61, 8))},
-            "rotary_cos has dtype float64; expected float32, as q is float32",
-        ),
+        ({"k": np.zeros((3, 5, 3, 40), np.float16)},
+         "k has dtype float16; expected float32, as q has"),
+        ({"rotary_cos": np.ones((61, 8))},
+         "rotary_cos has dtype float64; expected float32, as q is float32"),
         ({"rotary_interleaved": 1}, "rotary_interleaved is 1; expected True or False"),
         ({"causal": 1}, "causal is 1; expected True or False"),
         ({"num_splits": 1.5}, r"num_splits is 1\.5; expected an integer"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_kind_is_refused_by_name(changes, message):
     assert_refused(TypeError, message, good() | changes)
 
@@ -351,11 +297,8 @@ def test_sixteen_bit_queries_take_angles_of_their_own_dtype_or_float32():
         name: array.astype(np.float16) if array.dtype == np.float32 else array
         for name, array in good().items()
     }
-    for dtypes in ((np.float16, np.float16), (np.float32, np.float32)):
-        tables = {
-            name: arguments[name].astype(dtype)
-            for name, dtype in zip(("rotary_cos", "rotary_sin"), dtypes, strict=True)
-        }
+    for dtype in (np.float16, np.float32):
+        tables = {name: arguments[name].astype(dtype) for name in ("rotary_cos", "rotary_sin")}
         assert np.isfinite(flash_attention_with_kvcache(**(arguments | tables))).all()
     changes = {"rotary_cos": arguments["rotary_cos"].astype(np.float32)}
     message = "rotary_sin has dtype float16; expected float32, as rotary_cos"
@@ -363,16 +306,10 @@ def test_sixteen_bit_queries_take_angles_of_their_own_dtype_or_float32():
 
 
 def test_a_tile_that_is_too_large_is_refused_before_anything_is_appended():
-    arguments = {
-        "q": np.zeros((1, 4096, 1, 8), np.float32),
-        "k_cache": np.zeros((1, 4097, 1, 8), np.float32),
-        "v_cache": np.zeros((1, 4097, 1, 8), np.float32),
-        "k": np.ones((1, 1, 1, 8), np.float32),
-        "v": np.ones((1, 1, 1, 8), np.float32),
-        "cache_seqlens": 4096,
-        "tile": (2**14, 2**14),
-        "backend": "cpu",
-    }
+    arguments = {name: np.zeros((1, 4097, 1, 8), np.float32) for name in ("k_cache", "v_cache")}
+    arguments |= {name: np.ones((1, 1, 1, 8), np.float32) for name in ("k", "v")}
+    arguments |= {"q": np.zeros((1, 4096, 1, 8), np.float32), "cache_seqlens": 4096}
+    arguments |= {"tile": (2**14, 2**14), "backend": "cpu"}
     assert_refused(ValueError, "tile .* bytes of scratch .* choose a smaller Br or Bc", arguments)
     out = flash_attention_with_kvcache(**(arguments | {"cache_seqlens": 0}))
     assert np.isfinite(out).all()
@@ -419,11 +356,8 @@ def test_where_no_row_is_rotated_a_full_cache_needs_no_row_of_the_tables():
     out = flash_attention_with_kvcache(**(arguments | {"cache_seqlens": 61}))
     assert out.shape == (3, 0, 6, 72)
     message = "cache_seqlens is 61; expected at most 60: rotary_cos has 61 rows, and 1 are read"
-    assert_refused(
-        ValueError,
-        message,
-        good() | arguments | {"q": good()["q"], "out": None, "cache_seqlens": 61},
-    )
+    arguments |= {"q": good()["q"], "out": None, "cache_seqlens": 61}
+    assert_refused(ValueError, message, arguments)
 
 
 @pytest.mark.parametrize("other", ["q", "k", "v", "v_cache", "out"])
@@ -450,11 +384,8 @@ def test_what_is_written_may_not_overlap_lengths_pages_and_tables(written, other
 
 def test_a_jax_cache_is_not_appended_to():
     arguments = good() | {"k_cache": refusals.jax_array(good()["k_cache"])}
-    assert_refused(
-        TypeError,
-        "k_cache is a JAX array, which is immutable and cannot be written in place",
-        arguments,
-    )
+    message = "k_cache is a JAX array, which is immutable and cannot be written in place"
+    assert_refused(TypeError, message, arguments)
 
 
 @pytest.mark.skipif(gpu_unavailable() is None, reason="there is a GPU")
@@ -471,9 +402,8 @@ def test_the_reference_takes_the_same_arguments(rng):
 
 def test_numpy_arrays_are_computed_on_a_gpu_where_there_is_one(rng, monkeypatch):
     """The CPU appends the new rows and rotates q; only the attention itself runs on the GPU."""
-    problem = random_kvcache_case(
-        rng, page_size=16, seqlen_q=2, seqlen_new=3, rotary_dim=16, causal=True
-    ).problem()
+    sizes = {"page_size": 16, "seqlen_q": 2, "seqlen_new": 3, "rotary_dim": 16}
+    problem = random_kvcache_case(rng, causal=True, **sizes).problem()
     uploads = fake_gpu.compute_on_host(monkeypatch)
     arguments = problem.arguments()
     out, lse = flash_attention_with_kvcache(**arguments, return_lse=True)
@@ -490,30 +420,17 @@ def test_a_family_that_the_gpu_does_not_have_is_refused_before_anything_is_appen
     assert uploads == []
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    return fake_gpu.install(monkeypatch)
-
-
 def on(gpu, **changes):
     """Return arguments on the fake GPU without new rows: 3 queries, 4 caches of 61 rows."""
-    return {
-        "q": gpu.array(3, 1, 6, 40),
-        "k_cache": gpu.array(4, 61, 3, 40),
-        "v_cache": gpu.array(4, 61, 3, 72),
-        "cache_seqlens": gpu.lengths(3),
-    } | changes
+    caches = {"k_cache": gpu.array(4, 61, 3, 40), "v_cache": gpu.array(4, 61, 3, 72)}
+    return {"q": gpu.array(3, 1, 6, 40), **caches, "cache_seqlens": gpu.lengths(3), **changes}
 
 
 def appending(gpu, **changes):
     """Return the arguments of `on` together with new rows and rotary tables."""
-    new = {
-        "k": gpu.array(3, 5, 3, 40),
-        "v": gpu.array(3, 5, 3, 72),
-        "rotary_cos": gpu.array(61, 8),
-        "rotary_sin": gpu.array(61, 8),
-    }
-    return on(gpu, **(new | changes))
+    new = {"k": gpu.array(3, 5, 3, 40), "v": gpu.array(3, 5, 3, 72)}
+    tables = {"rotary_cos": gpu.array(61, 8), "rotary_sin": gpu.array(61, 8)}
+    return on(gpu, **(new | tables | changes))
 
 
 def test_the_kernel_is_told_where_the_arrays_and_the_lengths_lie(gpu):
@@ -658,14 +575,10 @@ def test_an_integer_length_is_checked_in_every_call(gpu):
 
 
 def test_a_paged_cache_is_described_to_both_kernels(gpu):
-    arguments = appending(
-        gpu,
-        k_cache=gpu.array(31, 16, 3, 40),
-        v_cache=gpu.array(31, 16, 3, 72),
-        block_table=gpu.lengths(3, 7, strides=(40, 4)),
-        rotary_cos=gpu.array(112, 8),
-        rotary_sin=gpu.array(112, 8),
-    )
+    caches = {"k_cache": gpu.array(31, 16, 3, 40), "v_cache": gpu.array(31, 16, 3, 72)}
+    caches["block_table"] = gpu.lengths(3, 7, strides=(40, 4))
+    tables = {"rotary_cos": gpu.array(112, 8), "rotary_sin": gpu.array(112, 8)}
+    arguments = appending(gpu, **caches, **tables)
     flash_attention_with_kvcache(**arguments)
     (_, new), (_, params) = gpu.launches
     for struct in (new, params):
@@ -687,11 +600,9 @@ def test_a_call_with_the_same_shapes_is_prepared_once_wherever_the_arrays_lie(gp
 
 @pytest.mark.parametrize("name", ["q", "k", "k_cache", "out", "rotary_cos"])
 def test_another_alignment_is_another_call(gpu, name):
-    shapes = {"q": (3, 1, 6, 40), "k": (3, 5, 3, 40), "k_cache": (4, 61, 3, 40)}
-    shapes |= {"out": (3, 1, 6, 72), "rotary_cos": (61, 8)}
     arguments = appending(gpu, out=gpu.array(3, 1, 6, 72))
     flash_attention_with_kvcache(**arguments)
-    shifted = gpu.array(*shapes[name], address=gpu.address() + 2)
+    shifted = gpu.array(*arguments[name].shape, address=gpu.address() + 2)
     flash_attention_with_kvcache(**(arguments | {name: shifted}))
     assert len(prepared_calls._calls) == 2
 
@@ -772,15 +683,11 @@ def test_an_array_that_is_missing_on_the_gpu_is_a_type_error(gpu, name):
 @pytest.mark.parametrize(
     ("name", "offset", "field"),
     [
-        ("q", 1, "q"),
-        ("k", 1, "new_k"),
-        ("v", 1, "new_v"),
-        ("cache_seqlens", 2, "seqused_k"),
-        ("cache_batch_idx", 2, "cache_batch_idx"),
-        ("rotary_cos", 1, "cos"),
+        ("q", 1, "q"), ("k", 1, "new_k"), ("v", 1, "new_v"), ("cache_seqlens", 2, "seqused_k"),
+        ("cache_batch_idx", 2, "cache_batch_idx"), ("rotary_cos", 1, "cos"),
         ("rotary_sin", 1, "sin"),
     ],
-)
+)  # fmt: skip
 def test_what_is_read_at_an_address_that_no_load_can_use_is_copied(gpu, name, offset, field):
     arguments = appending(gpu, cache_batch_idx=gpu.lengths(3))
     whole = arguments[name]
@@ -803,20 +710,16 @@ def test_what_is_written_at_an_address_that_no_store_can_use_is_refused(gpu, nam
     assert len(gpu.launches) == 2
 
 
-def test_a_scale_that_was_changed_in_place_counts_by_its_present_value(gpu):
-    scale = np.array(0.5)
-    for value in (0.5, 0.25, 0.125):
-        scale[...] = value
-        flash_attention_with_kvcache(**on(gpu), softmax_scale=scale)
-    assert [params["softmax_scale"] for _, params in gpu.launches] == [0.5, 0.25, 0.125]
-
-
-def test_splits_that_were_changed_in_place_count_by_their_present_value(gpu):
-    splits = np.array(2)
-    for value in (2, 3, 5):
-        splits[...] = value
-        flash_attention_with_kvcache(**on(gpu), num_splits=splits, family="decode")
-    assert [params["num_splits"] for _, params in gpu.launches] == [2, 3, 5]
+@pytest.mark.parametrize(
+    ("name", "values", "family"),
+    [("softmax_scale", [0.5, 0.25, 0.125], None), ("num_splits", [2, 3, 5], "decode")],
+)
+def test_an_option_that_was_changed_in_place_counts_by_its_present_value(gpu, name, values, family):
+    option = np.array(values[0])
+    for value in values:
+        option[...] = value
+        flash_attention_with_kvcache(**on(gpu), **{name: option}, family=family)
+    assert [params[name] for _, params in gpu.launches] == values
 
 
 def test_interleaved_caches_are_compared_element_by_element_only_once(gpu, monkeypatch):
@@ -825,12 +728,9 @@ def test_interleaved_caches_are_compared_element_by_element_only_once(gpu, monke
 
     def caches():
         k_cache = gpu.array(4, 61, 3, 40, strides=strides)
-        beside = k_cache.data.ptr + row // 2
-        return {
-            "k_cache": k_cache,
-            "v_cache": gpu.array(4, 61, 3, 40, strides=strides, address=beside),
-            "v": gpu.array(3, 5, 3, 40),
-        }
+        beside = {"strides": strides, "address": k_cache.data.ptr + row // 2}
+        v_cache = gpu.array(4, 61, 3, 40, **beside)
+        return {"k_cache": k_cache, "v_cache": v_cache, "v": gpu.array(3, 5, 3, 40)}
 
     flash_attention_with_kvcache(**appending(gpu, **caches()))
     monkeypatch.setattr("cupy_flash.arrays.overlap._share_memory", None)
@@ -856,20 +756,19 @@ def test_an_array_on_another_device_is_refused(gpu):
         flash_attention_with_kvcache(**on(gpu, v_cache=gpu.array(4, 61, 3, 72, device=1)))
 
 
-def test_numpy_lengths_with_arrays_on_a_gpu_are_refused_with_the_remedy(gpu):
-    message = r"lies in host memory and q on a GPU; pass cupy\.asarray\(cache_seqlens\)"
+@pytest.mark.parametrize(
+    ("lengths_on", "message"),
+    [
+        (lambda gpu: np.zeros(3, np.int32),
+         r"lies in host memory and q on a GPU; pass cupy\.asarray\(cache_seqlens\)"),
+        (lambda gpu: gpu.array(3, dtype=np.float64),
+         r"cache_seqlens has dtype float64; pass .*astype\('int32'\)"),
+    ],
+    ids=["NumPy", "no integers"],
+)  # fmt: skip
+def test_wrong_lengths_on_a_gpu_are_refused_with_the_remedy(gpu, lengths_on, message):
     with pytest.raises(TypeError, match=message):
-        flash_attention_with_kvcache(**on(gpu, cache_seqlens=np.zeros(3, np.int32)))
-
-
-def test_lengths_that_are_no_integers_on_a_gpu_are_refused_with_the_remedy(gpu):
-    wrong = gpu.array(3, dtype=np.float64)
-    message = r"cache_seqlens has dtype float64; pass .*astype\('int32'\)"
-    with pytest.raises(TypeError, match=message):
-        flash_attention_with_kvcache(**on(gpu, cache_seqlens=wrong))
-
-
-# The plan
+        flash_attention_with_kvcache(**on(gpu, cache_seqlens=lengths_on(gpu)))
 
 
 def test_a_plan_is_what_the_call_is_computed_by(gpu):
@@ -883,10 +782,7 @@ def test_a_plan_is_what_the_call_is_computed_by(gpu):
 
 def test_a_plan_leaves_the_cache_as_it_is_and_does_not_depend_on_its_length():
     arrays = {"k_cache": np.zeros((3, 61, 3, 40)), "v_cache": np.zeros((3, 61, 3, 72))}
-    new = {
-        name: np.ones((3, 5, 3, cache.shape[3]))
-        for name, cache in zip("kv", arrays.values(), strict=True)
-    }
+    new = {"k": np.ones((3, 5, 3, 40)), "v": np.ones((3, 5, 3, 72))}
     arguments = {"q": np.ones((3, 5, 6, 40)), **arrays, **new, "backend": "cpu"}
     made = plan(flash_attention_with_kvcache, **arguments, cache_seqlens=[1, 2, 10**6])
     assert made == plan(flash_attention_with_kvcache, **arguments, cache_seqlens=7)

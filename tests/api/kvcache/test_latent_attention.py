@@ -7,8 +7,8 @@ import functools
 import numpy as np
 import pytest
 from support import refusals
+from support.comparisons import with_arrays
 from support.foreign import Foreign
-from support.gpu import fake_gpu
 
 from cupy_flash import flash_attention_with_kvcache, plan
 from cupy_flash.reference.packed import attention_with_kvcache_reference
@@ -75,12 +75,8 @@ def test_a_cache_of_8_bits_has_one_scale_for_both(rng):
 
 def test_arrays_of_another_library_are_answered_in_kind(rng):
     arguments = latents(rng)
-    expected = flash_attention_with_kvcache(**latents(np.random.default_rng(1)), backend="cpu")
-    arguments = latents(np.random.default_rng(1))
-    foreign = {
-        name: Foreign(value) if isinstance(value, np.ndarray) else value
-        for name, value in arguments.items()
-    }
+    foreign = with_arrays(lambda array: Foreign(array.copy()), arguments)
+    expected = flash_attention_with_kvcache(**arguments, backend="cpu")
     out = flash_attention_with_kvcache(**foreign, backend="cpu")
     assert isinstance(out, Foreign)
     np.testing.assert_array_equal(np.from_dlpack(out), expected)
@@ -100,19 +96,9 @@ def test_what_does_not_go_with_values_in_keys_is_refused_by_name(rng):
     assert_refused(TypeError, "head_dim_v is 4.5", arguments | {"head_dim_v": 4.5})
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    return fake_gpu.install(monkeypatch)
-
-
 def on(gpu, **changes):
-    return {
-        "q": gpu.array(3, 1, 16, 72),
-        "k_cache": gpu.array(4, 61, 1, 72),
-        "v_cache": None,
-        "cache_seqlens": gpu.lengths(3),
-        "head_dim_v": 48,
-    } | changes
+    caches = {"k_cache": gpu.array(4, 61, 1, 72), "v_cache": None, "cache_seqlens": gpu.lengths(3)}
+    return {"q": gpu.array(3, 1, 16, 72), **caches, "head_dim_v": 48, **changes}
 
 
 @pytest.mark.parametrize("family", ["decode", "mma", "simt", "hopper"])
@@ -152,7 +138,6 @@ def test_a_call_with_values_of_their_own_is_another_call(gpu):
 
 def test_the_plan_says_so_in_its_problem(rng):
     arguments = latents(rng)
-    assert plan(flash_attention_with_kvcache, **arguments, arch="sm_90").problem.values_in_keys
-    assert not plan(
-        flash_attention_with_kvcache, **apart(arguments), arch="sm_90"
-    ).problem.values_in_keys
+    for call, expected in ((arguments, True), (apart(arguments), False)):
+        problem = plan(flash_attention_with_kvcache, **call, arch="sm_90").problem
+        assert bool(problem.values_in_keys) == expected

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import pytest
 from support.calls.sequence_support import KVCacheCase, Truth, to_numpy
+from support.comparisons import assert_same_bits, with_arrays
 from support.draws import few_then_slow
 
 from cupy_flash import attention_with_kvcache_reference, flash_attention_with_kvcache
 
-LENGTHS = (0, 70, 5, 131)
+LENGTHS, CACHES = (0, 70, 5, 131), {"k_cache", "v_cache"}
 CASES = [
     KVCacheCase(LENGTHS, "float32", seqlen_q=3, seqlen_new=6, causal=True),
     KVCacheCase(LENGTHS, "float16", seqlen_q=2, seqlen_new=9, page_size=7, rotary_dim=32),
-    KVCacheCase(
-        LENGTHS,
-        "bfloat16",
-        seqlen_q=5,
-        seqlen_new=5,
-        causal=True,
-        indexed=True,
-        rotary_dim=22,
-        rotary_interleaved=False,
-        head_dim=40,
-        head_dim_v=33,
-    ),
+    KVCacheCase(LENGTHS, "bfloat16", seqlen_q=5, seqlen_new=5, causal=True, indexed=True,
+                rotary_dim=22, rotary_interleaved=False, head_dim=40, head_dim_v=33),
     KVCacheCase(LENGTHS, "float64", seqlen_q=1, seqlen_new=200, causal=True, rotary_dim=64),
     KVCacheCase((9,), "float16", seqlen_q=4, seqlen_new=3, page_size=1, heads_q=8, heads_kv=1),
-]
-LIBRARIES = ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)]
+]  # fmt: skip
 
 
 def packed(case: KVCacheCase, rng: np.random.Generator) -> tuple[dict[str, Any], np.ndarray]:
@@ -52,10 +42,12 @@ def packed(case: KVCacheCase, rng: np.random.Generator) -> tuple[dict[str, Any],
 
 
 def converted(arguments: dict[str, Any], xp: Any) -> dict[str, Any]:
-    return {
-        name: xp.asarray(x).copy() if isinstance(x, np.ndarray) else x
-        for name, x in arguments.items()
-    }
+    return with_arrays(lambda array: xp.asarray(array).copy(), arguments)
+
+
+def assert_same_arrays(names: Collection[str], found: Any, expected: Any) -> None:
+    """Assert that the arrays of these names have the same bytes in both mappings."""
+    assert_same_bits(*([to_numpy(x[name]) for name in names] for x in (found, expected)))
 
 
 def call_of_each(arguments: dict[str, Any], counts: np.ndarray, xp: Any) -> dict[str, Any]:
@@ -78,32 +70,18 @@ def call_of_each(arguments: dict[str, Any], counts: np.ndarray, xp: Any) -> dict
 
 @pytest.mark.parametrize("draw", few_then_slow(range(6), 1))
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_each_sequence_gets_its_own_rows(
-    library: str, case: KVCacheCase, draw: int, rng: np.random.Generator
-) -> None:
-    xp = importlib.import_module(library)
+def test_each_sequence_gets_its_own_rows(xp: Any, case: KVCacheCase, draw: int, rng: Any) -> None:
     arguments, counts = packed(case, rng)
     given = converted(arguments, xp)
-    out, lse = flash_attention_with_kvcache(
-        **given,
-        return_lse=True,
-        out=xp.full((*given["q"].shape[:3], case.head_dim_v), np.nan, given["q"].dtype),
-    )
+    into = xp.full((*given["q"].shape[:3], case.head_dim_v), np.nan, given["q"].dtype)
+    out, lse = flash_attention_with_kvcache(**given, return_lse=True, out=into)
     Truth.of_kvcache(arguments).check(out, lse)
-    expected = call_of_each(arguments, counts, xp)
-    for name in ("k_cache", "v_cache"):
-        assert to_numpy(given[name]).tobytes() == to_numpy(expected[name]).tobytes()
-    for name in given.keys() - {"k_cache", "v_cache"}:
-        if isinstance(arguments[name], np.ndarray):
-            assert to_numpy(given[name]).tobytes() == arguments[name].tobytes()
+    assert_same_arrays(CACHES, given, call_of_each(arguments, counts, xp))
+    inputs = [name for name, array in arguments.items() if isinstance(array, np.ndarray)]
+    assert_same_arrays(set(inputs) - CACHES, given, arguments)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_a_length_of_all_and_other_positions_may_be_given(
-    library: str, rng: np.random.Generator
-) -> None:
-    xp = importlib.import_module(library)
+def test_a_length_of_all_and_other_positions_may_be_given(xp: Any, rng: Any) -> None:
     case = KVCacheCase((40, 40, 40), "float64", seqlen_q=2, seqlen_new=5, causal=True, rotary_dim=8)
     arguments, counts = packed(case, rng)
     arguments["rotary_seqlens"] = np.array([3, 0, 31], np.int32)
@@ -115,9 +93,7 @@ def test_a_length_of_all_and_other_positions_may_be_given(
     assert counts.sum() == arguments["cu_seqlens_k_new"][-1] - arguments["cu_seqlens_k_new"][0]
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_keys_may_hold_the_values(library: str, rng: np.random.Generator) -> None:
-    xp = importlib.import_module(library)
+def test_keys_may_hold_the_values(xp: Any, rng: np.random.Generator) -> None:
     case = KVCacheCase(LENGTHS, "float16", seqlen_new=4, heads_kv=1, head_dim_v=48, page_size=16)
     arguments, counts = packed(case, rng)
     arguments |= {"v": None, "v_cache": None, "head_dim_v": 48}
@@ -133,9 +109,7 @@ def test_keys_may_hold_the_values(library: str, rng: np.random.Generator) -> Non
 
 
 @pytest.mark.parametrize("sizes", [{"batch": 0}, {"seqlen_q": 0}], ids=str)
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_there_may_be_no_queries(library: str, sizes: dict[str, int]) -> None:
-    xp = importlib.import_module(library)
+def test_there_may_be_no_queries(xp: Any, sizes: dict[str, int]) -> None:
     batch, seqlen_q = sizes.get("batch", 3), sizes.get("seqlen_q", 2)
     rows = xp.ones((batch, 2, 8), np.float32)
     k_cache, v_cache = xp.zeros((2, 3, 16, 2, 8), np.float32)
@@ -193,15 +167,9 @@ def test_a_replayed_graph_reads_the_offsets_anew(rng: np.random.Generator) -> No
 
 
 @pytest.mark.parametrize("page_size", [0, 16])
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_new_rows_of_8_bits_get_their_scales(
-    library: str, page_size: int, rng: np.random.Generator
-) -> None:
-    xp = importlib.import_module(library)
-    case = KVCacheCase(
-        LENGTHS, "float16", seqlen_q=2, seqlen_new=6, page_size=page_size, rotary_dim=32, filler=0
-    )
-    arguments, counts = packed(case, rng)
+def test_new_rows_of_8_bits_get_their_scales(xp: Any, page_size: int, rng: Any) -> None:
+    sizes = {"seqlen_q": 2, "seqlen_new": 6, "page_size": page_size, "rotary_dim": 32}
+    arguments, counts = packed(KVCacheCase(LENGTHS, "float16", **sizes, filler=0), rng)
     for name in ("k", "v"):
         cache = arguments[f"{name}_cache"]
         arguments[f"{name}_cache"] = rng.integers(-127, 128, cache.shape).astype(np.int8)
@@ -210,17 +178,12 @@ def test_new_rows_of_8_bits_get_their_scales(
     given = converted(arguments, xp)
     flash_attention_with_kvcache(**given)
     expected = call_of_each(arguments, counts, xp)
-    for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
-        assert to_numpy(given[name]).tobytes() == to_numpy(expected[name]).tobytes()
+    assert_same_arrays((*CACHES, "k_scale", "v_scale"), given, expected)
 
 
 @pytest.mark.parametrize("starts", [[0, 0, 0, 0, 0], [3, 3, 3, 3, 3]])
 @pytest.mark.parametrize("rows", [0, 4])
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_there_may_be_no_new_rows(
-    library: str, rows: int, starts: list[int], rng: np.random.Generator
-) -> None:
-    xp = importlib.import_module(library)
+def test_there_may_be_no_new_rows(xp: Any, rows: int, starts: list[int], rng: Any) -> None:
     arguments = CASES[0].problem().arguments()
     none = rng.standard_normal((rows, 2, 64)).astype(np.float32)
     starts = [min(start, rows) for start in starts]
@@ -228,8 +191,7 @@ def test_there_may_be_no_new_rows(
     given = converted(arguments, xp)
     out = flash_attention_with_kvcache(**given)
     Truth.of_kvcache(arguments).check(out)
-    for name in ("k_cache", "v_cache"):
-        assert to_numpy(given[name]).tobytes() == arguments[name].tobytes()
+    assert_same_arrays(CACHES, given, arguments)
 
 
 @pytest.mark.gpu
@@ -261,24 +223,16 @@ def test_offsets_out_of_range_are_limited_to_the_rows_there_are(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"cu_seqlens_k_new": [0, 3, 2, 5, 5]},
-            "cu_seqlens_k_new decreases from 3 to 2 at index 2",
-        ),
+        ({"cu_seqlens_k_new": [0, 3, 2, 5, 5]},
+         "cu_seqlens_k_new decreases from 3 to 2 at index 2"),
         ({"cu_seqlens_k_new": [0, 3, 3]}, r"cu_seqlens_k_new has shape \(3,\); expected \(5,\)"),
-        (
-            {"cu_seqlens_k_new": [0, 1, 2, 3, 13]},
-            r"cu_seqlens_k_new\[4\] is 13; expected at most 12, the rows of k and v",
-        ),
-        (
-            {"cache_seqlens": [0, 70, 139, 131]},
-            r"cache_seqlens\[2\] is 139; expected at most 137: a cache holds 140 rows, and 3 are",
-        ),
+        ({"cu_seqlens_k_new": [0, 1, 2, 3, 13]},
+         r"cu_seqlens_k_new\[4\] is 13; expected at most 12, the rows of k and v"),
+        ({"cache_seqlens": [0, 70, 139, 131]},
+         r"cache_seqlens\[2\] is 139; expected at most 137: a cache holds 140 rows, and 3 are"),
         ({"k": None, "v": None}, "cu_seqlens_k_new divides packed k and v; pass k and v, too"),
-        (
-            {"k": np.zeros((4, 3, 2, 64), np.float32)},
-            "k has 4 axes, .* expected 3: total_new, heads",
-        ),
+        ({"k": np.zeros((4, 3, 2, 64), np.float32)},
+         "k has 4 axes, .* expected 3: total_new, heads"),
         ({"v": np.zeros((11, 2, 64), np.float32)}, r"v has shape \(11, 2, 64\)"),
         (
             {
@@ -288,15 +242,14 @@ def test_offsets_out_of_range_are_limited_to_the_rows_there_are(
             r"cache_seqlens\[3\] is 131; expected at most 129: rotary_cos has 132 rows, and 3 are",
         ),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments_are_refused_and_nothing_is_written(
     change: dict[str, Any], message: str
 ) -> None:
     arguments = CASES[0].problem().arguments()
     rows = np.ones((12, 2, 64), np.float32)
     arguments |= {"k": rows, "v": rows, "cu_seqlens_k_new": np.array([0, 3, 6, 9, 12], np.int32)}
-    caches = [arguments[name].copy() for name in ("k_cache", "v_cache")]
+    caches = {name: arguments[name].copy() for name in CACHES}
     with pytest.raises((TypeError, ValueError), match=message):
         flash_attention_with_kvcache(**(arguments | change))
-    for name, cache in zip(("k_cache", "v_cache"), caches, strict=True):
-        assert arguments[name].tobytes() == cache.tobytes()
+    assert_same_arrays(CACHES, arguments, caches)

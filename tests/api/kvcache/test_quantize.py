@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.calls.quantized_support import CACHE_DTYPES
-from support.libraries import dlpack_library, host_array, numpy_library, torch_library
+from support.libraries import HOST_LIBRARIES, host_array
 
 from cupy_flash import (
     attention_varlen_reference,
@@ -22,6 +22,7 @@ from cupy_flash import (
 from cupy_flash.arrays.float8 import float8_codes
 
 Array = np.ndarray
+Shape = tuple[int, ...]
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 # Axes of a cache, or of packed rows, that share a scale, and the shape of the scales.
 SHARED = {
@@ -61,13 +62,7 @@ def half_units(x: Array, scales: Array, dtype: str) -> Array:
 @pytest.mark.parametrize("stored", CACHE_DTYPES)
 @pytest.mark.parametrize(("shape", "per", "axes", "of_scales"), CASES)
 def test_a_number_is_off_by_at_most_half_a_unit(
-    shape: tuple[int, ...],
-    per: str,
-    axes: tuple[int, ...],
-    of_scales: tuple[int, ...],
-    stored: str,
-    dtype: Any,
-    rng: np.random.Generator,
+    shape: Shape, per: str, axes: Shape, of_scales: Shape, stored: str, dtype: Any, rng: Any
 ) -> None:
     x = spread(rng, shape, dtype)
     before = x.copy()
@@ -95,22 +90,17 @@ def test_a_cache_is_taken_with_its_scales(per: str, stored: str, rng: np.random.
     table = np.array([[4, 0], [2, 1]], np.int32)
     (k_bytes, k_scale), (v_bytes, v_scale) = (quantize_kv(x, stored, per) for x in (k, v))
     given = {"cache_seqlens": [13, 16], "block_table": table, "causal": True}
-    found = flash_attention_with_kvcache(
-        *(q, k_bytes, v_bytes), **given, k_scale=k_scale, v_scale=v_scale, backend="cpu"
-    )
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    found = flash_attention_with_kvcache(q, k_bytes, v_bytes, **given, **scales, backend="cpu")
     k, v = restored(k_bytes, k_scale), restored(v_bytes, v_scale)
-    expected = attention_with_kvcache_reference(
-        *(q.astype(np.float64), k, v, None, None),
-        **given | {"cache_seqlens": np.array([13, 16], np.int32)},
-    )
+    given["cache_seqlens"] = np.array([13, 16], np.int32)
+    expected = attention_with_kvcache_reference(q.astype(np.float64), k, v, None, None, **given)
     assert_alike(found, expected.out, q, k, v)
 
 
 @pytest.mark.parametrize("stored", CACHE_DTYPES)
 @pytest.mark.parametrize("per", OF_PACKED)
-def test_packed_rows_are_taken_with_their_scales(
-    per: str, stored: str, rng: np.random.Generator
-) -> None:
+def test_packed_rows_are_taken_with_their_scales(per: str, stored: str, rng: Any) -> None:
     k, v = spread(rng, (40, 3, 20)), spread(rng, (40, 3, 12))
     q = rng.standard_normal((9, 6, 20), np.float32)
     (k_bytes, k_scale), (v_bytes, v_scale) = (quantize_kv(x, stored, per) for x in (k, v))
@@ -131,22 +121,14 @@ def assert_alike(found: Array, expected: Array, q: Array, k: Array, v: Array) ->
 
 
 @pytest.mark.parametrize("stored", CACHE_DTYPES)
-def test_rows_have_the_scales_that_an_append_computes(
-    stored: str, rng: np.random.Generator
-) -> None:
+def test_rows_have_the_scales_that_an_append_computes(stored: str, rng: Any) -> None:
     k, v = (spread(rng, (3, 4, 2, 16)) for _ in range(2))
     kind, _ = CACHE_DTYPES[stored]
     k_cache, v_cache = np.zeros((2, 3, 4, 2, 16), kind)
     k_scale, v_scale = np.zeros((2, 3, 4, 2), np.float32)
     q = rng.standard_normal((3, 1, 2, 16), np.float32)
-    flash_attention_with_kvcache(
-        *(q, k_cache, v_cache, k, v),
-        cache_seqlens=0,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        compute_scales=True,
-        backend="cpu",
-    )
+    given = {"k_scale": k_scale, "v_scale": v_scale, "compute_scales": True, "backend": "cpu"}
+    flash_attention_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=0, **given)
     for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
         values, scales = quantize_kv(x, stored, per="row")
         np.testing.assert_array_equal(values.view(np.uint8), cache.view(np.uint8))
@@ -184,7 +166,7 @@ def test_float8_codes_are_those_of_ml_dtypes(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("library", ["torch", "dlpack"])
 @pytest.mark.parametrize("stored", CACHE_DTYPES)
 def test_arrays_of_other_libraries(stored: str, library: str, rng: np.random.Generator) -> None:
-    to = torch_library("cpu") if library == "torch" else dlpack_library(numpy_library())
+    to = HOST_LIBRARIES[library]()
     if library == "dlpack" and stored == "float8_e4m3fn":
         pytest.skip("DLPack of NumPy has no float8")
     x = spread(rng, (5, 8, 3, 20))
@@ -211,23 +193,18 @@ def test_dtypes_by_any_name() -> None:
         ({"dtype": np.uint8}, TypeError, "expected one of float8_e4m3fn, int8"),
         ({"dtype": None}, TypeError, "dtype is None; expected one of float8_e4m3fn, int8"),
         ({"per": "column"}, ValueError, "per is 'column'; expected one of tensor, head, page, row"),
-        (
-            {"per": "page"},
-            ValueError,
-            "x has shape (2, 3, 4); expected (pages, page_size, heads_kv, head_dim), "
-            "as per is 'page'",
-        ),
+        ({"per": "page"}, ValueError,
+         "x has shape (2, 3, 4); expected (pages, page_size, heads_kv, head_dim), "
+         "as per is 'page'"),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments_are_named(change: dict[str, Any], error: Any, message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         quantize_kv(**{"x": np.ones((2, 3, 4), np.float32), "dtype": np.int8, **change})
 
 
 @pytest.mark.parametrize("library", ["torch", "jax"])
-def test_numbers_of_8_bits_of_other_libraries_are_read_on_the_host(
-    library: str, rng: np.random.Generator
-) -> None:
+def test_numbers_of_8_bits_of_other_libraries_are_read_on_the_host(library: str, rng: Any) -> None:
     module = pytest.importorskip(library)
     q, *caches = rng.standard_normal((3, 1, 9, 2, 16)).astype(FLOAT8)
     step = np.ones((1, 1, 2, 16), np.float32)
@@ -242,10 +219,7 @@ def test_numbers_of_8_bits_of_other_libraries_are_read_on_the_host(
 
     for call, arrays in (
         (flash_attention, (q, q, q)),
-        (
-            lambda q, k, v: flash_attention_with_kvcache(q, k, v, cache_seqlens=7),
-            (step, *caches),
-        ),
+        (lambda q, k, v: flash_attention_with_kvcache(q, k, v, cache_seqlens=7), (step, *caches)),
     ):
         out = call(*map(converted, arrays))
         assert type(out) is type(converted(step))

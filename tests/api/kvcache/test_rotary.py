@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support.libraries import dlpack_library, host_array, numpy_library, torch_library
+from support.libraries import HOST_LIBRARIES, host_array
 
 from cupy_flash import apply_rotary, apply_rotary_vjp, flash_attention_with_kvcache
 
@@ -68,9 +68,7 @@ def test_pairs_turn_as_complex_numbers(
 
 @pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8])
 @pytest.mark.parametrize("shape", [(2, 13, 3, 12), (13, 3, 12)])
-def test_positions_that_broadcast(
-    shape: tuple[int, ...], kind: Any, rng: np.random.Generator
-) -> None:
+def test_positions_that_broadcast(shape: tuple[int, ...], kind: Any, rng: Any) -> None:
     x = rng.standard_normal(shape)
     cos, sin = tables(rng, 4)
     for of_positions in {shape[:-2], (13,), (1,), (), (*shape[:-3], 1)}:
@@ -83,22 +81,15 @@ def test_positions_that_broadcast(
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_call_with_a_cache_rotates_alike(
-    dtype: Any, interleaved: bool, rng: np.random.Generator
-) -> None:
+def test_a_call_with_a_cache_rotates_alike(dtype: Any, interleaved: bool, rng: Any) -> None:
     k, v = rng.standard_normal((2, 3, 2, 2, 16)).astype(dtype)
     q = rng.standard_normal((3, 2, 4, 16)).astype(dtype)
     cos, sin = tables(rng, 6, np.float64 if dtype is np.float64 else np.float32)
     lengths = np.array([5, 0, 38], np.int32)
     caches = np.zeros((2, 2, 3, ROWS, 2, 16), dtype)
     options = {"cache_seqlens": lengths, "causal": True, "backend": "cpu"}
-    expected = flash_attention_with_kvcache(
-        *(q, *caches[0], k, v),
-        **options,
-        rotary_cos=cos,
-        rotary_sin=sin,
-        rotary_interleaved=interleaved,
-    )
+    turn = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": interleaved}
+    expected = flash_attention_with_kvcache(q, *caches[0], k, v, **options, **turn)
     positions = lengths[:, None] + np.arange(2)
     q, k = (apply_rotary(x, cos, sin, positions, interleaved) for x in (q, k))
     found = flash_attention_with_kvcache(q, *caches[1], k, v, **options)
@@ -108,9 +99,7 @@ def test_a_call_with_a_cache_rotates_alike(
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("shape", [(2, 13, 3, 12), (13, 3, 12)])
-def test_the_pullback_is_the_transpose(
-    shape: tuple[int, ...], interleaved: bool, rng: np.random.Generator
-) -> None:
+def test_the_pullback_is_the_transpose(shape: tuple[int, ...], interleaved: bool, rng: Any) -> None:
     x, dout = rng.standard_normal((2, *shape))
     # Random tables are not rotations, so their transpose differs from the inverse.
     cos, sin = rng.standard_normal((2, ROWS, 4))
@@ -131,7 +120,7 @@ def test_the_pullback_is_the_transpose(
 
 @pytest.mark.parametrize("library", ["torch", "dlpack"])
 def test_arrays_of_other_libraries(library: str, rng: np.random.Generator) -> None:
-    to = torch_library("cpu") if library == "torch" else dlpack_library(numpy_library())
+    to = HOST_LIBRARIES[library]()
     x = rng.standard_normal((2, 13, 3, 12), np.float32)
     cos, sin = tables(rng, 6, np.float32)
     positions = rng.integers(ROWS, size=(2, 13))
@@ -155,39 +144,24 @@ _X, _COS = np.zeros((2, 5, 3, 8), np.float32), np.zeros((6, 4), np.float32)
         ({"x": _X[0, 0]}, ValueError, "x has 2 axes, shape (3, 8); expected (batch, seqlen"),
         ({"cos": _COS[0]}, ValueError, "cos has 1 axes, shape (4,); expected 2"),
         ({"cos": _COS[1:]}, ValueError, "sin has shape (6, 4); expected (5, 4), as cos"),
-        (
-            {"cos": _COS.astype(np.float64)},
-            TypeError,
-            "cos has dtype float64; expected float32, as x is float32",
-        ),
-        (
-            {"x": _X[..., :7]},
-            ValueError,
-            "cos has 4 columns for a rotary_dim of 8; expected a rotary_dim of 2 to 7",
-        ),
-        (
-            {"cos": _COS[:4], "sin": _COS[:4]},
-            ValueError,
-            "cos has 4 rows; expected at least 5, one for each position; otherwise pass positions",
-        ),
+        ({"cos": _COS.astype(np.float64)}, TypeError,
+         "cos has dtype float64; expected float32, as x is float32"),
+        ({"x": _X[..., :7]}, ValueError,
+         "cos has 4 columns for a rotary_dim of 8; expected a rotary_dim of 2 to 7"),
+        ({"cos": _COS[:4], "sin": _COS[:4]}, ValueError,
+         "cos has 4 rows; expected at least 5, one for each position; otherwise pass positions"),
         ({"positions": [1.0] * 5}, TypeError, "positions has dtype float64; expected integers"),
         ({"positions": [[1], [1, 2]]}, ValueError, "positions is not an array of integers"),
         ({"positions": np.zeros(5, bool)}, TypeError, "positions has dtype bool; expected"),
-        (
-            {"positions": [1, 2]},
-            ValueError,
-            "positions has shape (2,); expected one that broadcasts to (2, 5), (batch, seqlen)",
-        ),
-        (
-            {"positions": [0, 1, 2, 3, 6]},
-            ValueError,
-            "positions[4] is 6; expected 0 to 5, as cos has 6 rows",
-        ),
+        ({"positions": [1, 2]}, ValueError,
+         "positions has shape (2,); expected one that broadcasts to (2, 5), (batch, seqlen)"),
+        ({"positions": [0, 1, 2, 3, 6]}, ValueError,
+         "positions[4] is 6; expected 0 to 5, as cos has 6 rows"),
         ({"positions": [[0], [-1]]}, ValueError, "positions[1, 0] is -1; expected 0 to 5"),
         ({"positions": 6}, ValueError, "positions is 6; expected 0 to 5"),
         ({"interleaved": 1}, TypeError, "interleaved is 1; expected True or False"),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments_are_named(change: dict[str, Any], error: Any, message: str) -> None:
     for function in (apply_rotary, apply_rotary_vjp):
         with pytest.raises(error, match=re.escape(message)):

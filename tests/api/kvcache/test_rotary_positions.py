@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cupy_flash import (
-    apply_rotary,
-    attention_with_kvcache_reference,
-    flash_attention_with_kvcache,
-)
+from cupy_flash import apply_rotary, attention_with_kvcache_reference, flash_attention_with_kvcache
 
 LENGTHS = np.array([0, 17, 9], np.int32)
 STARTS = np.array([3, 2, 40], np.int32)
@@ -30,33 +25,25 @@ OPTIONS = [
 
 @pytest.mark.parametrize("starts", [None, STARTS], ids=["lengths", "starts"])
 @pytest.mark.parametrize(("options", "advances"), OPTIONS, ids=str)
-@pytest.mark.parametrize("library", ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
 def test_queries_with_places_are_rotated_by_their_own(
-    library: str, options: dict[str, Any], advances: bool, starts: np.ndarray | None, rng: Any
+    xp: Any, options: dict[str, Any], advances: bool, starts: np.ndarray | None, rng: Any
 ) -> None:
-    xp = importlib.import_module(library)
     q, k, v = (xp.asarray(rng.standard_normal((3, ROWS, 2, DIM))) for _ in range(3))
     k_cache, v_cache = (xp.asarray(rng.standard_normal((3, CAPACITY, 2, DIM))) for _ in range(2))
     angles = rng.uniform(-3, 3, (64, DIM // 2))
     tables = {"rotary_cos": xp.asarray(np.cos(angles)), "rotary_sin": xp.asarray(np.sin(angles))}
-    lengths = xp.asarray(LENGTHS)
-    more = {} if starts is None else {"rotary_seqlens": xp.asarray(starts)}
-    reference = attention_with_kvcache_reference(
-        *(q, k_cache, v_cache, k, v), cache_seqlens=lengths, **tables, **more, **options
-    )
+    same = {"cache_seqlens": xp.asarray(LENGTHS), **options}
+    given = same | tables | ({} if starts is None else {"rotary_seqlens": xp.asarray(starts)})
+    reference = attention_with_kvcache_reference(q, k_cache, v_cache, k, v, **given)
     caches = k_cache.copy(), v_cache.copy()
-    out = flash_attention_with_kvcache(
-        *(q, *caches, k, v), cache_seqlens=lengths, **tables, **more, **options
-    )
+    out = flash_attention_with_kvcache(q, *caches, k, v, **given)
 
     first = xp.asarray(LENGTHS if starts is None else starts)[:, None]
     steps = xp.arange(ROWS)
     turn = tables.values()
     turned_q = apply_rotary(q, *turn, first + (steps if advances else 0 * steps), interleaved=True)
     turned_k = apply_rotary(k, *turn, first + steps, interleaved=True)
-    expected = flash_attention_with_kvcache(
-        *(turned_q, k_cache, v_cache, turned_k, v), cache_seqlens=lengths, **options
-    )
+    expected = flash_attention_with_kvcache(turned_q, k_cache, v_cache, turned_k, v, **same)
     for found in (reference.out, expected):
         np.testing.assert_allclose(*(_on_host(x) for x in (out, found)), rtol=0, atol=1e-13)
     np.testing.assert_allclose(_on_host(caches[0]), _on_host(k_cache), rtol=0, atol=1e-15)
@@ -78,19 +65,13 @@ def _on_host(array: Any) -> np.ndarray:
 def test_positions_outside_of_the_tables_are_refused(starts: list[int], message: str) -> None:
     q = np.zeros((3, ROWS, 2, DIM))
     caches, table = np.zeros((2, 3, CAPACITY, 2, DIM)), np.zeros((64, DIM // 2))
+    turn = {"rotary_cos": table, "rotary_sin": table, "rotary_seqlens": starts}
     with pytest.raises(ValueError, match=message):
-        flash_attention_with_kvcache(
-            *(q, *caches, q, q),
-            cache_seqlens=LENGTHS,
-            rotary_cos=table,
-            rotary_sin=table,
-            rotary_seqlens=starts,
-        )
+        flash_attention_with_kvcache(q, *caches, q, q, cache_seqlens=LENGTHS, **turn)
 
 
 def test_positions_without_tables_are_refused() -> None:
     q, caches = np.zeros((3, ROWS, 2, DIM)), np.zeros((2, 3, CAPACITY, 2, DIM))
+    given = {"cache_seqlens": LENGTHS, "rotary_seqlens": STARTS}
     with pytest.raises(ValueError, match="rotary_seqlens is for rotary_cos and rotary_sin"):
-        flash_attention_with_kvcache(
-            *(q, *caches, q, q), cache_seqlens=LENGTHS, rotary_seqlens=STARTS
-        )
+        flash_attention_with_kvcache(q, *caches, q, q, **given)

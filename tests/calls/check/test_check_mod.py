@@ -56,9 +56,8 @@ def test_of_masks_every_pair_has_to_agree() -> None:
     scores = np.zeros((1, 1, 3, 3), np.float32)
     seen = np.tri(3, k=-1, dtype=np.float32)[None, None]
     compare(mod, scores, seen, 0)
-    with pytest.raises(
-        ValueError, match="i=1, j=0: the function returns True, the CUDA source False"
-    ):
+    message = "i=1, j=0: the function returns True, the CUDA source False"
+    with pytest.raises(ValueError, match=message):
         compare(mod, scores, seen * 0, 0)
 
 

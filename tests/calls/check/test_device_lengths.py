@@ -69,22 +69,16 @@ def _dense() -> dict[str, Any]:
 
 def _packed() -> dict[str, Any]:
     q, k = _zeros(ROWS, HEADS, DIM), _zeros(KEYS, HEADS, DIM)
-    lengths = {
-        "cu_seqlens_q": np.array([0, 4, ROWS], np.int32),
-        "cu_seqlens_k": np.array([0, 4, KEYS], np.int32),
-    }
+    starts_q, starts_k = (np.array([0, 4, end], np.int32) for end in (ROWS, KEYS))
+    lengths = {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k}
     return {"q": q, "k": k, "v": k, **lengths, "max_seqlen_q": 5, "max_seqlen_k": 8}
 
 
 def _cached() -> dict[str, Any]:
     q, cache = _zeros(2, 1, HEADS, DIM), _zeros(6, 4, HEADS, DIM)
-    return {
-        "q": q,
-        "k_cache": cache,
-        "v_cache": cache,
-        "cache_seqlens": np.array([3, 7], np.int32),
-        "block_table": np.array([[5, 0], [1, 2]], np.int32),
-    }
+    lengths, table = np.array([3, 7], np.int32), np.array([[5, 0], [1, 2]], np.int32)
+    caches = {"k_cache": cache, "v_cache": cache, "block_table": table}
+    return {"q": q, **caches, "cache_seqlens": lengths}
 
 
 def _with_gradients(values: dict[str, Any]) -> dict[str, Any]:
@@ -100,6 +94,8 @@ CALLS = {
     "dense backward": (flash_attention_backward, lambda: _with_gradients(_dense())),
     "packed backward": (flash_attention_varlen_backward, lambda: _with_gradients(_packed())),
 }
+APPENDED: dict[str, Any] = dict.fromkeys(("k", "v"), _zeros(5, HEADS, DIM))
+APPENDED |= {"v_cache": _zeros(6, 4, HEADS, DIM), "cu_seqlens_k_new": [0, 2, 9]}
 WRONG = [
     ("dense", {"seqlens_k": [3, KEYS + 1]}, r"seqlens_k\[1\] is 13; expected at most 12"),
     ("dense", {"prefix_lens": [-1, 3], "causal": True}, r"prefix_lens\[0\] is -1"),
@@ -112,15 +108,7 @@ WRONG = [
     ("varlen", {"cu_seqlens_k": [0, 9, KEYS]}, "cu_seqlens_k gives sequence 0 a length of 9"),
     ("varlen", {"seqused_k": [4, -1]}, r"seqused_k\[1\] is -1; expected at least 0"),
     ("packed backward", {"cu_seqlens_k": [0, 4, 13]}, r"cu_seqlens_k\[2\] is 13; expected at"),
-    (
-        "kvcache",
-        {
-            **dict.fromkeys(("k", "v"), _zeros(5, HEADS, DIM)),
-            "v_cache": _zeros(6, 4, HEADS, DIM),
-            "cu_seqlens_k_new": [0, 2, 9],
-        },
-        r"cu_seqlens_k_new\[2\] is 9; expected at most 5, the rows of k and v",
-    ),
+    ("kvcache", APPENDED, r"cu_seqlens_k_new\[2\] is 9; expected at most 5, the rows of k and v"),
     ("kvcache", {"cache_seqlens": [3, 9]}, r"cache_seqlens\[1\] is 9; expected at most 8"),
     ("kvcache", {"block_table": [[5, 0], [1, 6]]}, r"block_table\[1, 1\] is 6; expected 0 to 5"),
 ]
@@ -187,9 +175,6 @@ def test_the_variable_asks_for_checks(value: str, expected: bool) -> None:
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
     assert found.stdout.strip() == str(expected)
-
-
-# Calls on a GPU
 
 
 @pytest.fixture(params=[None, "0", "1"])

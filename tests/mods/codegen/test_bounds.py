@@ -234,11 +234,8 @@ def random_text(rng: np.random.Generator, kind: str, depth: int) -> str:
 
 
 def random_mask(rng: np.random.Generator) -> tuple[str, MaskMod]:
-    captures = {
-        "n": int(rng.integers(-9, 9)),
-        "doc": documents(KEYS, count=6),
-        "x": np.sort(floats(KEYS)),
-    }
+    n = int(rng.integers(-9, 9))
+    captures = {"n": n, "doc": documents(KEYS, count=6), "x": np.sort(floats(KEYS))}
     text = random_text(rng, "bool", 4)
     return text, MaskMod(eval(f"lambda b, h, i, j, n, doc, x: {text}", {"np": np}), **captures)
 
@@ -268,26 +265,19 @@ def undecided(mod: MaskMod, host: HostMask, rows: int, keys: int) -> tuple[int, 
 @pytest.mark.parametrize(
     ("name", "mixed", "needless"),
     [
-        ("causal", 12, 0),
-        ("window", 30, 0),
-        ("prefix", 4, 0),
-        ("documents", 26, 0),
-        ("dilated", 78, 0),
-        ("sliding and global", 29, 0),
-        ("chunks", 0, 0),
-        ("heads", 12, 0),
+        ("causal", 12, 0), ("window", 30, 0), ("prefix", 4, 0), ("documents", 26, 0),
+        ("dilated", 78, 0), ("sliding and global", 29, 0), ("chunks", 0, 0), ("heads", 12, 0),
         ("flags", 7, 0),
     ],
-)
+)  # fmt: skip
 def test_blocks_that_a_mask_does_not_cut_are_decided(name, mixed, needless, hosts) -> None:
     assert undecided(GALLERY[name], hosts[name], 8, 8) == (mixed, needless)
 
 
 def test_where_two_conditions_exclude_each_other_within_a_block_it_is_looked_at(hosts) -> None:
     # Here a block holds visible and masked pairs, whatever the bounds are.
-    mixed, needless = undecided(
-        GALLERY["documents out of order"], hosts["documents out of order"], 8, 8
-    )
+    name = "documents out of order"
+    mixed, needless = undecided(GALLERY[name], hosts[name], 8, 8)
     assert needless == 0
     assert mixed > 100
 

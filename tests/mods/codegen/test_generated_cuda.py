@@ -89,16 +89,8 @@ def test_nan_of_a_score_stays_in_minimum_and_maximum(tmp_path) -> None:
     ("function", "shape", "bounds"),
     [
         (lambda j, x: x[j] > 0, (9,), ["k.first + last < a.x.shape[0]"]),
-        (
-            lambda i, j, x: x[i, j + 3] > 0,
-            (9, 9),
-            ["k.first + 3 + last < a.x.shape[1]"],
-        ),
-        (
-            lambda i, j, x: x[i - j] > 0,
-            (9,),
-            ["k.m0 - last >= 0", "k.m0 < a.x.shape[0]"],
-        ),
+        (lambda i, j, x: x[i, j + 3] > 0, (9, 9), ["k.first + 3 + last < a.x.shape[1]"]),
+        (lambda i, j, x: x[i - j] > 0, (9,), ["k.m0 - last >= 0", "k.m0 < a.x.shape[0]"]),
         (lambda i, j, x: x[np.clip(i - j, -4, 4) + 4] > 0, (9,), ["8 < a.x.shape[0]"]),
         # The outer index is read from x, so it may be anywhere; the inner index is known.
         (lambda j, x: x[x[j]] > 0, (9,), ["k.first + last < a.x.shape[0]"]),

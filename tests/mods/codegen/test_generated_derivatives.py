@@ -113,13 +113,13 @@ def test_a_softcaps_slope_is_made_of_the_tanh_that_the_score_is_made_of(inputs) 
     of_score, of_slope = (
         text.split(f"Real {name}(")[1].split("}\n")[0] for name in ("exponent", "slope")
     )
-    function = {"float16": "mod_logistic", "bfloat16": "mod_tanh_approx", "float32": "mod_tanh"}
-    calls = [
-        part[part.index(function[inputs]) :].split(";")[0].split(")")[0]
-        for part in (of_score, of_slope)
-    ]
-    assert calls[0] == calls[1]
-    assert of_slope.count(function[inputs]) == 1
+    functions = {"float16": "mod_logistic", "bfloat16": "mod_tanh_approx", "float32": "mod_tanh"}
+    function = functions[inputs]
+    in_score, in_slope = (
+        part[part.index(function) :].split(";")[0].split(")")[0] for part in (of_score, of_slope)
+    )
+    assert in_score == in_slope
+    assert of_slope.count(function) == 1
 
 
 def test_text_says_where_slopes_are_1_and_spreads_nothing_then() -> None:

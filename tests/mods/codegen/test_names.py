@@ -47,9 +47,8 @@ def test_captures_of_any_name_compile() -> None:
     if 90 not in known_architectures():
         pytest.skip("this NVRTC does not know sm_90")
     score_mod, mask_mod = mods()
-    maps = block_mask_unit(
-        mask_text(mask_mod, "float16"), packed_captures(mask_mod, "float16").dtype
-    )
+    dtype = packed_captures(mask_mod, "float16").dtype
+    maps = block_mask_unit(mask_text(mask_mod, "float16"), dtype)
     for unit in (unit_of(score_mod), unit_of(mask_mod), maps):
         assert isinstance(unit, TranslationUnit)
         compile_cubin(unit, device_for_arch(90))

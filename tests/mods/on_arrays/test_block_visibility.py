@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
 import numpy as np
 import pytest
+from support.comparisons import assert_all_close
 from support.draws import few_then_slow
 from support.mods.function_calls import function_calls
 from support.mods.mod_gallery import BATCH, HEADS, MASKS
@@ -55,23 +57,14 @@ NOT_NUMBERS = {
     "clip": MaskMod(lambda i, j, x: np.clip(x[i] - x[j], -1, 1) >= -1, x=X),
     "size": MaskMod(lambda i, j, x: np.clip(abs(x[i] - x[j]), 0, 600) <= 600, x=DISTANT),
     "sum": MaskMod(lambda i, j, x: np.maximum(x[i] + -x[j], 0) >= 0, x=X),
-    "overflow": MaskMod(
-        lambda i, j, x: (x[i] + x[j]) - (x[i] + x[j] * 0.99) <= np.inf,
-        x=LARGE,
-    ),
+    "overflow": MaskMod(lambda i, j, x: (x[i] + x[j]) - (x[i] + x[j] * 0.99) <= np.inf, x=LARGE),
 }
 
 
 def positions(batch: int, heads: int, first: int, rows: int, keys: int) -> dict[str, Any]:
-    ints = np.int32
-    return {
-        "b": np.arange(batch, dtype=ints)[:, None, None, None],
-        "h": np.arange(heads, dtype=ints)[None, :, None, None],
-        "i": np.arange(first, first + rows, dtype=ints)[None, None, :, None],
-        "j": np.arange(keys, dtype=ints)[None, None, None],
-        "q_start": 3,
-        "k_start": 5,
-    }
+    ranges = range(batch), range(heads), range(first, first + rows), range(keys)
+    places = np.ix_(*(np.array(x, np.int32) for x in ranges))
+    return dict(zip("bhij", places, strict=True)) | {"q_start": 3, "k_start": 5}
 
 
 def in_blocks(seen: np.ndarray, block: tuple[int, int]) -> BlockVisibility:
@@ -152,9 +145,6 @@ def test_functions_that_are_not_traced_have_no_blocks() -> None:
     assert block_visibility_of(mod, positions(1, 1, 0, 9, 9), 4, 4, np.float32) is None
 
 
-# Calls
-
-
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward_pass, "KEYS_OF_BLOCK", 8)
@@ -181,11 +171,9 @@ def test_what_is_left_out_changes_nothing(name: str, options: dict[str, Any]) ->
     naive = attention_naive(q, k, v, **options)
     assert max_error(out, truth) <= error_bound(naive, truth, np.float32, lse=true_lse)
     found = flash_attention_backward(dout, q, k, v, out, lse, **options, **given)
-    passes_without = flash_attention_backward(
-        *(dout, q, k, v, out, lse), **options, tile=(256, 256), backend="cpu"
-    )
-    for one, other in zip(found, passes_without, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    given["tile"] = (256, 256)
+    passes_without = flash_attention_backward(dout, q, k, v, out, lse, **options, **given)
+    assert_all_close(found, passes_without, rtol=1e-4, atol=1e-5)
 
 
 # Size of the blocks that the CPU backend examines; these masks leave each block empty or full.
@@ -241,16 +229,13 @@ def test_hidden_blocks_are_not_computed(name: str, monkeypatch: pytest.MonkeyPat
     visible = [(int(i) * ROWS, int(j) * KEYS) for i, j in np.argwhere(some)]
     assert 0 < len(visible) < some.size
     work = Work(monkeypatch)
-
-    (out, lse), tiles, products = work.of(flash_attention, q, k, v, return_lse=True, mask_mod=mod)
-    _, all_tiles, all_products = work.of(flash_attention, q, k, v, mask_mod=everything)
-    assert tiles == visible
-    assert len(all_tiles) == some.size
-    assert products * some.size == all_products * len(visible) > 0
-
-    arrays = dout, q, k, v, out, lse
-    _, tiles, products = work.of(flash_attention_backward, *arrays, mask_mod=mod)
-    _, all_tiles, all_products = work.of(flash_attention_backward, *arrays, mask_mod=everything)
-    assert tiles == visible
-    assert len(all_tiles) == some.size
-    assert products * some.size == all_products * len(visible) > 0
+    (out, lse), *_ = work.of(flash_attention, q, k, v, return_lse=True, mask_mod=mod)
+    for call in (
+        functools.partial(work.of, flash_attention, q, k, v, return_lse=True),
+        functools.partial(work.of, flash_attention_backward, dout, q, k, v, out, lse),
+    ):
+        _, tiles, products = call(mask_mod=mod)
+        _, all_tiles, all_products = call(mask_mod=everything)
+        assert tiles == visible
+        assert len(all_tiles) == some.size
+        assert products * some.size == all_products * len(visible) > 0

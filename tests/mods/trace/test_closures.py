@@ -57,43 +57,28 @@ def test_arrays_of_every_variable_around_a_function_are_captured() -> None:
     def through_two(h: Any, j: Any) -> Any:
         return looked_up(h, j) + TABLE[h, j]
 
+    by_keyword = functools.partial(lambda score, j, x: score + x[j], x=local)
+    # Functions by the kind of the variable, with the name of the capture and the score of a pair.
     cases = {
-        "cell": ScoreMod(lambda score, j: score + local[j]),
-        "global": ScoreMod(lambda score, h, j: score + TABLE[h, j]),
-        "default": ScoreMod(lambda score, j, x=local: score + x[j]),
-        "default by keyword": ScoreMod(lambda score, j, *, x=local: score + x[j]),
-        "helpers": ScoreMod(lambda score, h, j: score + through_two(h, j)),
-        "inner function": ScoreMod(lambda score, j: score + (lambda k: local[k])(j)),
-        "comprehension": ScoreMod(lambda score, j: score + sum([local[j] for _ in range(2)])),
-        "attribute": ScoreMod(lambda score, j: score + attributed(j)),
-        "method": ScoreMod(Bias(2).score),
-        "list": ScoreMod(lambda score, j: score + tables[1][j]),
-        "dictionary": ScoreMod(lambda score, j: score + named["one"][j]),
-        "module": ScoreMod(lambda score, j: score + module.inner.wide[j]),
-        "helper of a module": ScoreMod(lambda score, j: score + module.inner.doubled(j)),
-        "partial": ScoreMod(functools.partial(lambda score, j, x: score + x[j], x=local)),
-        "partial helper": ScoreMod(lambda score, h, j: score + by_default(h, j)),
+        "cell": (lambda score, j: score + local[j], "local", 101),
+        "global": (lambda score, h, j: score + TABLE[h, j], "TABLE", 12),
+        "default": (lambda score, j, x=local: score + x[j], "x", 101),
+        "default by keyword": (lambda score, j, *, x=local: score + x[j], "x", 101),
+        "helpers": (lambda score, h, j: score + through_two(h, j), "table", 23),
+        "inner function": (lambda score, j: score + (lambda k: local[k])(j), "local", 101),
+        "comprehension": (lambda score, j: score + sum([local[j] for _ in "ab"]), "local", 201),
+        "attribute": (lambda score, j: score + attributed(j), "table", 101),
+        "method": (Bias(2).score, "TABLE", 23),
+        "list": (lambda score, j: score + tables[1][j], "tables_1", 1001),
+        "dictionary": (lambda score, j: score + named["one"][j], "named_one", 10001),
+        "module": (lambda score, j: score + module.inner.wide[j], "wide", 101),
+        "helper of a module": (lambda score, j: score + module.inner.doubled(j), "wide", 201),
+        "partial": (by_keyword, "x", 101),
+        "partial helper": (lambda score, h, j: score + by_default(h, j), "table", 12),
     }
-    names = {name: tuple(mod.captures) for name, mod in cases.items()}
-    assert names == {
-        "cell": ("local",),
-        "global": ("TABLE",),
-        "default": ("x",),
-        "default by keyword": ("x",),
-        "helpers": ("table",),
-        "inner function": ("local",),
-        "comprehension": ("local",),
-        "attribute": ("table",),
-        "method": ("TABLE",),
-        "list": ("tables_1",),
-        "dictionary": ("named_one",),
-        "module": ("wide",),
-        "helper of a module": ("wide",),
-        "partial": ("x",),
-        "partial helper": ("table",),
-    }
-    expected = [101, 12, 101, 101, 23, 101, 201, 101, 23, 1001, 10001, 101, 201, 101, 12]
-    assert [of(mod, h=2, j=3) for mod in cases.values()] == expected
+    for name, (function, capture, expected) in cases.items():
+        mod = ScoreMod(function)
+        assert (tuple(mod.captures), of(mod, h=2, j=3)) == ((capture,), expected), name
 
 
 def test_one_array_is_one_capture_and_arrays_of_one_name_are_numbered() -> None:
@@ -185,17 +170,14 @@ def test_scalars_are_captured_and_vectors_iterated_over() -> None:
         (lambda score, h: TABLE, TypeError, "index it"),
         (lambda score, h: score + sum(TABLE), TypeError, "index it"),
         (lambda score, h: score + np.add(TABLE, 1, out=TABLE)[0, 0], TypeError, "is written"),
-        (
-            lambda score, h: score + (TABLE * 2)[h, h],
-            TypeError,
-            "Assign an array to a variable outside",
-        ),
+        (lambda score, h: score + (TABLE * 2)[h, h], TypeError,
+         "Assign an array to a variable outside"),
         (lambda score, h: score + TABLE[h, -1], ValueError, "indexed with -1; expected 0 or more"),
         (lambda score, h: score + EMPTY[h], ValueError, "EMPTY has shape .* at least one element"),
         (lambda score, h: score + COMPLEX[h], TypeError, "COMPLEX has dtype complex128"),
         (lambda score, h: score + HUGE[h], ValueError, "HUGE holds 1099511627776"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_read_of_an_array_is_refused(function, error, message) -> None:
     with pytest.raises(error, match=message):
         ScoreMod(function)
@@ -213,9 +195,7 @@ def test_a_negative_constant_index_is_refused(index) -> None:
         with pytest.raises(ValueError, match="indices count from the first element"):
             ScoreMod(function, table=TABLE)
     text = ScoreMod(
-        lambda score, table: np.arctan(score) + table[0, -1],
-        table=TABLE,
-        cuda="return score;",
+        lambda score, table: np.arctan(score) + table[0, -1], table=TABLE, cuda="return score;"
     )
     with pytest.raises(ValueError, match="indices count from the first element"):
         text.evaluate(SCORE, 0, 0, 0, 0)

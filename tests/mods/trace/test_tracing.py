@@ -203,11 +203,8 @@ def test_unsigned_words_are_not_mixed_with_positions() -> None:
     ("function", "captures", "message"),
     [
         (lambda score, k: score, {}, "takes 'k', which is neither one of score, b, h, i, j"),
-        (
-            lambda score, kv_idx: score,
-            {},
-            "rename it, for example to .* j for the key's, or pass kv_idx=",
-        ),
+        (lambda score, kv_idx: score, {},
+         "rename it, for example to .* j for the key's, or pass kv_idx="),
         (lambda score: score, {"table": TABLE}, "does not take the capture 'table'"),
         (lambda b, score: score, {}, "expected 'score' first"),
         (lambda b: b, {}, "expected 'score' first"),
@@ -218,7 +215,7 @@ def test_unsigned_words_are_not_mixed_with_positions() -> None:
         (lambda score, row: score, {"row": 3}, "is a reserved name"),
         (3, {}, "has no signature"),
     ],
-)
+)  # fmt: skip
 def test_names_of_parameters_are_those_of_positions_and_captures(
     function, captures, message
 ) -> None:

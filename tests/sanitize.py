@@ -126,7 +126,7 @@ def _more_tiles_than_sms(small: Case, **more: Any) -> Case:
 
 
 def wide_cases() -> Iterator[Case]:
-    """Yield heads of more than 256 columns: pairs of thread blocks, and warps that share rows."""
+    """Yield heads of more than 256 columns: pairs of thread blocks, and several warps per row."""
     small = Case("mma", "float16", 70, 150, batch=1, heads_q=2, heads_kv=1, causal=True)
     for dims, alignment in (((512, 512), 16), ((33, 330), 2)):
         wide = dataclasses.replace(small, head_dim=dims[0], head_dim_v=dims[1], alignment=alignment)

@@ -1,4 +1,4 @@
-"""Options that several commands share: shapes, sequences, tiles, outputs."""
+"""Options of several commands: shapes, sequences, tiles, outputs."""
 
 from __future__ import annotations
 

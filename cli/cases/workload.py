@@ -34,7 +34,7 @@ class Weighted:
 
 @dataclass(frozen=True)
 class Group:
-    """Cases that share a tuned tile.
+    """Cases that use the same tuned tile.
 
     Attributes
     ----------

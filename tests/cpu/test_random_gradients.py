@@ -1,4 +1,4 @@
-"""Gradients of random calls on the CPU backend, against an oracle that shares no code with it.
+"""Gradients of random calls on the CPU backend, against an oracle of separate code.
 
 The default run has one call of each class; ``-m slow`` has all 3,000.
 """

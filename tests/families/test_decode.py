@@ -424,7 +424,7 @@ def test_shared_memory_is_a_ring_for_each_warp_and_a_place_for_each_result_of_a_
     assert more(warps=7) == 3 * tile.stages * stage
     # A row of a result has its columns, and 8 floats for the softmax base and the row sum.
     assert more(cluster=8) == 8 * rows * (columns[1] + 8) * 4
-    # The remaining bytes hold the state that all warps share.
+    # The remaining bytes hold the common state of all warps.
     state = before - tile.warps * tile.stages * stage
     assert 0 < state <= 256
     assert state % 16 == 0

@@ -1,4 +1,4 @@
-"""Counters: zeroed words that no two concurrent kernels share; a captured call has its own."""
+"""Counters: zeroed words of one kernel at a time; a captured call has its own."""
 
 from __future__ import annotations
 

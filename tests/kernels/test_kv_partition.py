@@ -287,7 +287,7 @@ def _partial_tile(numbers: list[int]) -> PartialTile:
 
 
 def assert_is_whole(batch: Batch, partition: Partition) -> None:
-    """Assert that the partial tiles are a partition, and that no two results share a slot."""
+    """Assert that the partial tiles are a partition, and that each result has its own slot."""
     assert_is_a_partition(batch, partition)
     assert_slots_are_distinct(batch, partition)
 

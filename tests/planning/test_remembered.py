@@ -25,7 +25,7 @@ lengths = st.one_of(st.integers(1, 40), st.integers(1, 3000), st.integers(1, 2**
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    """Draw problems of few dtypes and head dims, so that several share cached results."""
+    """Draw problems of few dtypes and head dims, so that several use one cached result."""
     dims = st.sampled_from([64, 128, 192, 512])
     dtype, dim, dim_v = draw(st.sampled_from(DTYPES)), draw(dims), draw(dims)
     batch, heads_kv = draw(st.integers(1, 9)), draw(st.sampled_from([1, 8]))
@@ -77,7 +77,7 @@ def test_what_is_remembered_of_other_plans_changes_none(
             if other.why_not(case, device) is None:
                 tile = other.default_tile(case, device)
                 assert type(other)().default_tile(case, device) == tile
-        # Keys that are equal but differ in type, like 1 and True, would share a cached result.
+        # Keys that are equal but differ in type, like 1 and True, would get one cached result.
         assert plan.unit is not None
         for kind, name in re.findall(r"static constexpr (\w+) (\w+) =", plan.unit.text):
             assert kinds.setdefault(name, kind) == kind

@@ -1,4 +1,4 @@
-"""Allocation of result arrays: their number, alignment, and which arrays share memory."""
+"""Allocation of result arrays: their number, alignment, and which arrays overlap in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that several commands share: lists of values, presets, and one-line errors."""
+"""Options of several commands: lists of values, presets, and one-line errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workload files, the preset `common`, and which cases share a sweep."""
+"""Workload files, the preset `common`, and which cases belong to one sweep."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     python benchmarks/quotes.py README.md
 
-Every number with a unit of performance (times, %, TFLOP/s, ms, ...) needs a source. A comment below
-its paragraph or list item names the sources, one per line:
+Every number with a unit of performance (times, %, TFLOP/s, ms, ...) needs a source. An HTML comment
+below the paragraph or list item that contains the number names its sources, one per line:
 
     - The kernel is 1.11 times as fast as cuDNN (at least 0.99), at 89% of a matrix product's rate.
       <!-- figures

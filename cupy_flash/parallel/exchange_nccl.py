@@ -20,7 +20,7 @@ _FIRST = -100
 _LOOKS = 0.2
 # Interval, in seconds, at which a host that waits for received bytes polls.
 _PAUSE = 20e-6
-# Indices of the two marks of an exchange.
+# Indices of the two bytes (marks) that the GPU sets when an exchange begins and when it ends.
 _BEGUN, _OVER = range(2)
 
 

@@ -24,10 +24,10 @@ struct LazySoftmaxRow {
   static constexpr int highest = shifts_p ? 9 : headroom<Element> ? -headroom<Element> : 15;
   static constexpr int lowest = highest - 15;
   static constexpr int p_shift = shifts_p ? headroom<Element> + highest : 0;
-  // First base of a row, kept if its scores allow it. Scores are mostly near 0, where p is about
-  // 2^(lowest + 6); the sum of a lane's p of a KV tile, 32 if Bc is 128, is then about
-  // 2^(lowest + 11), below its limit 2^highest. A single key is large enough if its score, as an
-  // exponent of two, is at least -1.
+  // Base of a row before its first KV tile. It stays as long as the row's largest p is within the
+  // range above. Scores are mostly near 0, where p is about 2^(lowest + 6). In a tile of 128 keys,
+  // the sum of a lane's 32 p is then about 2^(lowest + 11), below its limit 2^highest. A single key
+  // is large enough if its score, as an exponent of two, is at least -1.
   static constexpr float first_base = -6 - lowest;
 
   float base;  // p = exp2(score * scale_log2 - base) * 2^-p_shift

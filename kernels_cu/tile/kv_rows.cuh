@@ -49,8 +49,9 @@ GatheredRows(RowAt) -> GatheredRows<RowAt>;
 // Copies `Rows` rows of `Columns` elements into a `Layout` by one warp. Padding columns become
 // zeros. Rows are copied in slices of a power of two of chunks, so that no lane idles. If a row has
 // 18 chunks, the warp copies 16 chunks of 2 rows at once, then 2 chunks of 16 rows at once (328 us
-// instead of 416 us: H200, 128 x 8192 keys, 576 columns). `First` is the first copy of the slice.
-// `ThroughL1` is for rows that several warps copy: the SM then fetches them once.
+// instead of 416 us: H200, 128 x 8192 keys, 576 columns). `First` is the index
+// in a row of the slice's first chunk. `ThroughL1` is for rows that several warps copy: the SM then
+// fetches them once.
 template <class Layout, class Element, int Rows, int Columns, int Alignment, bool ThroughL1 = false,
           int First = 0>
 struct WarpCopy {

@@ -1,6 +1,9 @@
-"""Shared fixture of the tests of gradients: the devices of PyTorch."""
+"""Shared fixtures of the tests of gradients: PyTorch's devices, and its compiler."""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -9,3 +12,11 @@ import pytest
 def device(request: pytest.FixtureRequest) -> str:
     """Name of a device of PyTorch."""
     return str(request.param)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _without_compiled_graphs() -> Iterator[None]:
+    """Discard what `torch.compile` compiled for a file: its state changes errors of later files."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()

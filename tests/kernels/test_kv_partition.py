@@ -430,7 +430,7 @@ def test_a_work_range_far_into_a_large_batch_has_the_right_sequence(partitions):
     ids=str,
 )
 def test_many_results_are_merged_as_a_tree(partitions, kind, sm_count, levels):
-    # The 2000 keys are 125 units.
+    # The 2000 keys are 125 units of 16 keys, the smallest ranges that a CTA may take.
     problem = problem_of(kind, batch=1, heads_kv=1, seqlen_q=1, seqlen_k=2000)
     batch = Batch(kind, problem, sm_count, keys=2000)
     (partition,) = partitions([batch])

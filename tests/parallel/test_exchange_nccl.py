@@ -107,7 +107,7 @@ class Gpu:
         self.finish()
 
     def finish(self, *streams: str) -> None:
-        """Finish these streams, and set the marks of all finished streams."""
+        """Finish these streams, and set the marks (bytes) that finished streams were to write."""
         self.finished |= set(streams)
         for stream, target in self.marks:
             if stream in self.finished:

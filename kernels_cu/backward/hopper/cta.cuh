@@ -171,8 +171,9 @@ struct HopperGradientCta {
   __device__ Step first_step() const {
     return {coord.head * (p.heads_q / p.heads_kv), order.first_tile};
   }
-  // Compares products instead of dividing, for which a producer warp lacks registers: ptxas once
-  // overwrote the dividend. The products may wrap around, as they differ by less than heads_q.
+  // Compares products instead of dividing: a producer warp has too few registers for a division,
+  // and ptxas once let the division overwrite its dividend. The products may wrap around, as they
+  // differ by less than heads_q.
   __device__ bool is_last(const Step& step) const {
     return step.tile == order.end_tile - 1 &&
            (step.head + 1u) * p.heads_kv == (coord.head + 1u) * p.heads_q;

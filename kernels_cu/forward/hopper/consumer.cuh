@@ -32,9 +32,10 @@ struct HopperConsumer {
   static_assert(!Config::pingpong || consumers > 1, "ping-pong scheduling needs several consumers");
   // Ping-pong scheduling: named barriers order the consumers, so that the softmax of one overlaps
   // the GEMMs of another. Scores bounded by tanh make the softmax longer than both GEMMs. With
-  // bounded scores, the barriers therefore order its first half instead: one consumer computes tanh
-  // while another computes exponentials. With a softcap of 50 that is 3% faster at head_dim 64 and
-  // 128. Without modifications it was 3 to 20% slower, so only bounded scores use this order.
+  // bounded scores, the barriers therefore order the consumers within the softmax: one consumer
+  // computes tanh while another computes exponentials. With a softcap of 50 that is 3% faster at
+  // head_dim 64 and 128. Without modifications it was 3 to 20% slower, so only bounded scores use
+  // this order.
   static constexpr bool pingpong_softmax =
       Config::pingpong && Config::bounded && !Config::skips_tiles;
   static constexpr bool pingpong_gemms = Config::pingpong && !pingpong_softmax;

@@ -45,8 +45,9 @@ struct LowRows {
 
   const Params& p;
 
-  // The attention kernel sets counters[0] if any row is empty. Most calls have none, and then the
-  // launch ends here. The last CTA to finish clears the counters for the next call.
+  // The attention kernel sets counters[0] if it leaves any row to this launch. Most calls have no
+  // such row, and then the launch ends here. The last CTA to finish clears the counters for the
+  // next call.
   __device__ void compute_all() const {
     if (*static_cast<volatile int*>(p.counters) == 0) return;
     compute_rounds();

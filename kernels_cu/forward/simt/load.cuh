@@ -7,8 +7,9 @@
 
 namespace simt {
 
-// Copies rows [begin, begin + Rows) of one head into shared memory, converted to T. Columns from
-// Dim to the next whole unit, and with `Checked` rows from `end` on, become zeros and are not read.
+// Copies rows [begin, begin + Rows) of one head into shared memory, converted to T. A
+// row is read in units of `unit` elements. Columns from Dim to the end of the last unit are set to
+// zero and not read. With `Checked`, so are rows from `end` on.
 template <class Config, int Rows, int Dim, int Stride, bool Checked>
 struct TileLoad {
   using L = Layout<Config>;

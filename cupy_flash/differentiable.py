@@ -48,8 +48,8 @@ class DifferentiableCall(NamedTuple):
     without_lse
         Options of the same call that returns out only.
     following_arrays
-        Arrays that follow q, k and v in `Arguments.arrays_of_kind`; None for a call
-        with modifications.
+        Arrays that follow q, k and v in `Arguments.key_arrays`; None for a call with
+        modifications.
     """
 
     names: tuple[str, ...]
@@ -215,4 +215,4 @@ def _call(
 def _following_arrays(options: Options, lengths: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the value of `DifferentiableCall.following_arrays`."""
     arrays = Arguments(**lengths)
-    return arrays.arrays_of_kind(options.kind)[_ROWS:]
+    return arrays.key_arrays(options)[_ROWS:]

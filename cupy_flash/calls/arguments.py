@@ -82,14 +82,19 @@ class Arguments(NamedTuple):
             return self.keys[..., : options.head_dim_v]
         return self.v if self.v_cache is None else self.v_cache
 
-    def arrays_of_kind(self, kind: str) -> tuple[Any, ...]:
-        """Return the arrays that calls of a kind may have; only these are part of a call key."""
-        return self[FIELDS[kind]]
+    @property
+    def forward(self) -> Arguments:
+        """Record of the arrays of the forward call: this record itself."""
+        return self
 
-    def names_of_kind(self, kind: str) -> tuple[str, ...]:
-        """Return the names of the arrays of a kind, and of the arrays of modifications."""
+    def key_arrays(self, options: Options) -> tuple[Any, ...]:
+        """Return the arrays that calls of this kind may have; only these are part of a call key."""
+        return self[FIELDS[options.kind]]
+
+    def key_names(self, options: Options) -> tuple[str, ...]:
+        """Return the names of the result of `key_arrays`."""
         names: tuple[str, ...] = self._fields
-        return names[FIELDS[kind]] + names[_FIXED:]
+        return names[FIELDS[options.kind]] + names[_FIXED:]
 
     @property
     def modification_arrays(self) -> tuple[Any, ...]:
@@ -144,13 +149,13 @@ def _record_with(record: Any, names: tuple[str, ...]) -> Any:
         if not name.startswith("_") and name not in record._fields
     }
     if record is Arguments:
-        methods["arrays_of_kind"] = _arrays_of_kind_with_modifications
+        methods["key_arrays"] = _key_arrays_with_modifications
     return type(record.__name__, (base,), {"__slots__": (), **methods})
 
 
-def _arrays_of_kind_with_modifications(self: Arguments, kind: str) -> tuple[Any, ...]:
-    """Return `Arguments.arrays_of_kind` with the arrays of modifications appended."""
-    return self[FIELDS[kind]] + self[_FIXED:]
+def _key_arrays_with_modifications(self: Arguments, options: Options) -> tuple[Any, ...]:
+    """Return `Arguments.key_arrays` with the arrays of modifications appended."""
+    return self[FIELDS[options.kind]] + self[_FIXED:]
 
 
 # Slice of the fields of `Arguments` that a call of each kind may have.

@@ -45,7 +45,7 @@ class GradientArguments(NamedTuple):
     cu_seqlens_k: Any = None
     seqused_k: Any = None
 
-    def arrays_of_kind(self, kind: str) -> tuple[Any, ...]:
+    def key_arrays(self, options: Options) -> tuple[Any, ...]:
         """Return all arrays: backward calls of every kind have the same."""
         return self
 

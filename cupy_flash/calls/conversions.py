@@ -100,7 +100,7 @@ def _copy(name: str, given: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any
 
 def _head_values(name: str, array: Any, arrays: Any, options: Options | None) -> Converted:
     """Return the shape and dtype in which kernels read an array of ALiBi slopes or sinks."""
-    like = as_cupy(arrays.out_partial if options is None else arrays.like)
+    like = as_cupy(arrays.like)
     shape, dtype = tuple(array.shape), array.dtype
     if array.ndim == 0 and like.ndim >= 3:
         axis = -3 if options is not None and options.layout == "bhsd" else -2

@@ -37,7 +37,9 @@ from cupy_flash.calls.check.problems import problem_of
 from cupy_flash.calls.conversions import conversions, converted
 from cupy_flash.calls.gpu import prepared_calls
 from cupy_flash.calls.gpu.allocate import as_tensor
-from cupy_flash.calls.gpu.sharded_append import AppendedRows, CacheSharding
+from cupy_flash.calls.gpu.forward import ATTENTION
+from cupy_flash.calls.gpu.merge import MERGE
+from cupy_flash.calls.gpu.sharded_append import APPEND, AppendedRows, CacheSharding
 from cupy_flash.calls.host import forward as host_forward
 from cupy_flash.calls.options import Options, plain_options, with_offsets
 from cupy_flash.cpu import combine as cpu_combine
@@ -86,10 +88,12 @@ def attention(
         ):
             arguments = _copy_scales_to_gpu(arguments)
         if is_cupy_type(like.__class__):
-            fast_result = prepared_calls.run(arguments, options, keys, True, user_mods, mod_key)
+            fast_result = prepared_calls.run(
+                ATTENTION, arguments, options, keys, True, user_mods, mod_key
+            )
             if fast_result is not None:
                 return fast_result if options.return_lse else fast_result[0]
-        elif is_torch_on_gpu(*arguments.arrays_of_kind(options.kind)):
+        elif is_torch_on_gpu(*arguments.key_arrays(options)):
             return _torch_attention(arguments, options, keys, user_mods, mod_key)
         elif options.kind == "dense" and arguments.out is None and mod_key is None:
             fast_result = _jax_attention(arguments, options)
@@ -107,7 +111,7 @@ def attention(
         as_qkv = kinds.result_converter("qkv", arguments.qkv)
         arguments = arguments._replace(qkv=qkv)
     arguments = arguments.parts_of_qkv(options.layout)
-    if as_qkv is None and all_are(np.ndarray, arguments.arrays_of_kind(options.kind)):
+    if as_qkv is None and all_are(np.ndarray, arguments.key_arrays(options)):
         result, lse = host_forward.forward(arguments, options, keys, backend, user_mods)
         return (result, lse) if options.return_lse else result
     for array, name in zip(_written(arguments, options), ("out", *IN_PLACE), strict=False):
@@ -119,7 +123,7 @@ def attention(
         result, lse = host_forward.forward(arguments, options, keys, backend, user_mods)
     else:
         require_gpu_backend(backend)
-        result, lse = prepared_calls.run(arguments, options, keys, False, user_mods)
+        result, lse = prepared_calls.run(ATTENTION, arguments, options, keys, False, user_mods)
     count_writes(*_written(given, options))
     # The conversion also makes the caller's stream wait for ours, so `out` is converted as well.
     result = convert(result) if out is None else (convert(result), out)[1]
@@ -141,7 +145,7 @@ def _copy_scales_to_gpu(arguments: Arguments) -> Arguments:
 def combine(partials: Partials) -> tuple[Any, Any]:
     """Return the result of `cupy_flash.combine`: out and lse."""
     if is_cupy(partials.out_partial) and is_cupy(partials.lse_partial):
-        fast_result = prepared_calls.run(partials, None, 0, True)
+        fast_result = prepared_calls.run(MERGE, partials, None, 0, True)
         if fast_result is not None:
             return fast_result
     out = partials.out
@@ -153,7 +157,7 @@ def combine(partials: Partials) -> tuple[Any, Any]:
     if isinstance(partials.out_partial, np.ndarray):
         result, lse = _combine_on_host(partials)
     else:
-        result, lse = prepared_calls.run(partials, None)
+        result, lse = prepared_calls.run(MERGE, partials, None)
     result = convert(result) if out is None else (convert(result), out)[1]
     count_writes(out)
     return result, convert(lse)
@@ -161,7 +165,7 @@ def combine(partials: Partials) -> tuple[Any, Any]:
 
 def append(rows: AppendedRows, sharding: CacheSharding, keys: int) -> None:
     """Write new rows of CuPy arrays into a rank's cache shard; see `attention` for `keys`."""
-    prepared_calls.run(rows, sharding, keys)
+    prepared_calls.run(APPEND, rows, sharding, keys)
 
 
 def plan(
@@ -262,7 +266,9 @@ def _torch_attention(
     require_given(arguments, options)
     name, like = ("q", arguments.q) if arguments.qkv is None else ("qkv", arguments.qkv)
     with kinds.on_torch_stream(name, like):
-        result, lse = prepared_calls.run(arguments, options, keys, False, user_mods, mod_key)
+        result, lse = prepared_calls.run(
+            ATTENTION, arguments, options, keys, False, user_mods, mod_key
+        )
         count_writes(*_written(arguments, options))
         result = as_tensor(result)
         return (result, as_tensor(lse)) if options.return_lse else result
@@ -276,7 +282,7 @@ def _jax_attention(arguments: Arguments, options: Options) -> Any | None:
         if memory is None:
             return None
         memories.append(memory)
-    result, lse = prepared_calls.run(Arguments(*memories), options)
+    result, lse = prepared_calls.run(ATTENTION, Arguments(*memories), options)
     device = memories[0].device
     result = to_jax(result, device)
     return (result, to_jax(lse, device)) if options.return_lse else result

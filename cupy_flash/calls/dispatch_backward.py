@@ -39,6 +39,7 @@ from cupy_flash.calls.conversions import conversions
 from cupy_flash.calls.dispatch import all_are
 from cupy_flash.calls.gpu import prepared_calls
 from cupy_flash.calls.gpu.allocate import as_tensor
+from cupy_flash.calls.gpu.backward import GRADIENTS
 from cupy_flash.calls.host import backward as host_backward
 from cupy_flash.calls.host import forward as host_forward
 from cupy_flash.calls.options import Options, plain_options, with_offsets
@@ -128,7 +129,7 @@ def gradients(
         if repeated is not None:
             return repeated
     if backend == "auto" and is_cupy_type(arguments.q.__class__):
-        results = prepared_calls.run(arguments, options, 0, True, user_mods, mod_key)
+        results = prepared_calls.run(GRADIENTS, arguments, options, 0, True, user_mods, mod_key)
         if results is not None:
             return _as_inputs(results, arguments, options)
     if backend == "auto" and is_torch_on_gpu(*arguments):
@@ -148,7 +149,7 @@ def gradients(
         results = host_backward.backward(arguments, options, backend, user_mods)
     else:
         require_gpu_backend(backend)
-        results = prepared_calls.run(arguments, options, 0, False, user_mods)
+        results = prepared_calls.run(GRADIENTS, arguments, options, 0, False, user_mods)
     assert options.wrt is not None
     # The conversion also makes the caller's stream wait for ours, so dq, dk, dv are converted, too.
     converted = _as_inputs([convert(result) for result in results], given, options)
@@ -168,7 +169,7 @@ def _torch_gradients(
         if getattr(arguments, name) is None:
             raise no_array(name, None)
     with on_torch_stream("q", arguments.q):
-        results = prepared_calls.run(arguments, options, 0, False, user_mods, mod_key)
+        results = prepared_calls.run(GRADIENTS, arguments, options, 0, False, user_mods, mod_key)
         count_writes(arguments.dq, arguments.dk, arguments.dv)
         return _as_inputs([as_tensor(result) for result in results], arguments, options)
 

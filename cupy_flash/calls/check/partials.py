@@ -30,6 +30,15 @@ class Partials(NamedTuple):
     out: Any = None
     sinks: Any = None
 
+    @property
+    def like(self) -> Any:
+        """Array that determines the array type of the results."""
+        return self.out_partial
+
+    def key_arrays(self, options: None) -> Partials:
+        """Return all arrays, which are part of the call key."""
+        return self
+
 
 def stacked(partials: Partials) -> tuple[Partials, Callable[[Any], Any]]:
     """Return the partial results with the arrays of each list stacked into one new array.

@@ -61,6 +61,7 @@ def problem_of(arguments: Arguments, options: Options) -> Problem:
         If no kernel computes the problem; the message names the argument.
     """
     check_bool("return_lse", options.return_lse)
+    arguments = arguments.parts_of_qkv(options.layout)
     for name in INT32:
         if (array := getattr(arguments, name, None)) is not None:
             require_int32(name, array)

@@ -14,7 +14,7 @@ from cupy_flash.calls.backward_arguments import (
     gradient_problem,
     result_spec,
 )
-from cupy_flash.calls.check.modifications import UserMods, canonical, packed_arguments
+from cupy_flash.calls.check.modifications import canonical, packed_arguments
 from cupy_flash.calls.check.problems import sizes_of
 from cupy_flash.calls.conversions import converted
 from cupy_flash.calls.gpu.allocate import (
@@ -24,6 +24,7 @@ from cupy_flash.calls.gpu.allocate import (
     result_allocator,
 )
 from cupy_flash.calls.gpu.forward import fixed_fields
+from cupy_flash.calls.gpu.prepared_calls import Context, Operation
 from cupy_flash.calls.options import Options
 from cupy_flash.families.input_gradients import bias_fields
 from cupy_flash.families.params import params_dtype
@@ -34,7 +35,6 @@ from cupy_flash.gpu.params import PackedStruct
 from cupy_flash.gpu.tensor_map import TensorMaps
 from cupy_flash.mods.modification import prefixed
 from cupy_flash.planning.planner import make_plan
-from cupy_flash.problem.device import Device
 from cupy_flash.problem.gradient import ROWS
 
 # Names of the values that follow the addresses of the arguments when a struct is packed: the
@@ -117,21 +117,16 @@ def readable(arguments: GradientArguments, options: Options) -> GradientArgument
     return arguments._replace(**copied)
 
 
-def prepare(
-    arguments: GradientArguments,
-    options: Options,
-    device: Device,
-    user_mods: UserMods,
-    *,
-    uses_torch: bool,
-) -> Call:
+def prepare(arguments: GradientArguments, options: Options, context: Context) -> Call:
     """Check, plan, compile and load what backward calls with such CuPy arrays need."""
     assert options.wrt is not None
     fields = arguments._fields
     problem = gradient_problem(arguments, options)
     overlap_check = OverlapCheck(fields, arguments, WRITTEN)
     overlap_check.check(tuple(0 if array is None else address_of(array) for array in arguments))
-    plan = make_plan(problem, device, family=options.family, tile=options.tile, explain=False)
+    plan = make_plan(
+        problem, context.device, family=options.family, tile=options.tile, explain=False
+    )
     sources = {name: name for name in ("q", "k", "v", "out", "lse", "dout", _WORKSPACE)}
     sources |= {_field_of(name): _RESULT + name for name in options.wrt}
     offsets = plan.schedule.workspace_offsets
@@ -141,7 +136,7 @@ def prepare(
     if problem.layout.kind == "padded":
         sources["seqused_k"] = "seqlens_k"
     fixed = fixed_fields(plan)
-    if (bias_members := bias_fields(problem, device)) is not None:
+    if (bias_members := bias_fields(problem, context.device)) is not None:
         fixed["dbias"] = bias_members
     if options.mod_key is not None:
         sizes = sizes_of(problem, options)
@@ -162,11 +157,11 @@ def prepare(
         for index, name in enumerate(options.wrt)
     ]
     return Call(
-        allocate_results=result_allocator(new, uses_torch=uses_torch),
+        allocate_results=result_allocator(new, uses_torch=context.uses_torch),
         given=tuple(given.items()),
         overlap_check=overlap_check,
-        scratch=memory_allocator(plan.workspace, uses_torch=uses_torch),
-        uses_torch=uses_torch,
+        scratch=memory_allocator(plan.workspace, uses_torch=context.uses_torch),
+        uses_torch=context.uses_torch,
         workspace_offsets=tuple(offsets.values()),
         launches=Launches(
             plan,
@@ -179,6 +174,10 @@ def prepare(
             if problem.is_empty or (name not in ROWS and not problem.layout.is_dense)
         ),
     )
+
+
+# Gradients of attention.
+GRADIENTS = Operation(readable, prepare, gradient_problem)
 
 
 def _field_of(name: str) -> str:

@@ -28,6 +28,7 @@ from cupy_flash.calls.gpu.allocate import (
     result_allocator,
 )
 from cupy_flash.calls.gpu.block_masks import block_mask_spec, ready_block_mask
+from cupy_flash.calls.gpu.prepared_calls import Context, Operation
 from cupy_flash.calls.options import DENSE_KINDS, Options
 from cupy_flash.families.params import params_dtype
 from cupy_flash.gpu import append
@@ -39,7 +40,6 @@ from cupy_flash.gpu.params import PackedStruct
 from cupy_flash.gpu.tensor_map import TensorMaps
 from cupy_flash.planning.planner import Plan, make_plan
 from cupy_flash.problem.arrays import MAX_ALIGNMENT
-from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 
 # Alignment in bytes of the arrays in the scratch memory, equal to that of a new allocation.
@@ -189,16 +189,9 @@ def readable(arguments: Arguments, options: Options) -> Arguments:
     return arguments._replace(**copied)
 
 
-def prepare(
-    arguments: Arguments,
-    options: Options,
-    device: Device,
-    user_mods: UserMods,
-    *,
-    uses_torch: bool,
-) -> Call:
+def prepare(arguments: Arguments, options: Options, context: Context) -> Call:
     """Check, plan, compile and load what calls with such CuPy arrays or tensors need."""
-    fields, given = arguments.names_of_kind(options.kind), arguments.arrays_of_kind(options.kind)
+    fields, given = arguments.key_names(options), arguments.key_arrays(options)
     arguments, qkv = arguments.parts_of_qkv(options.layout), arguments.qkv
     qkv_step = None if qkv is None else qkv.strides[-3]
     problem = problem_of(arguments, options)
@@ -209,7 +202,9 @@ def prepare(
     overlap_check = OverlapCheck(fields, given, written)
     # Overlapping arrays are refused before anything is compiled.
     overlap_check.check(tuple(0 if array is None else address_of(array) for array in given))
-    plan = make_plan(problem, device, family=options.family, tile=options.tile, explain=False)
+    plan = make_plan(
+        problem, context.device, family=options.family, tile=options.tile, explain=False
+    )
     scratch, rotated_offset = plan.workspace, 0
     if arguments.rotary_cos is not None:
         rotated_offset = -(-scratch // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
@@ -237,12 +232,13 @@ def prepare(
         sources |= {f"mods.{name}.data": name for name in captured}
     block_mask_key = None
     if spec is not None:
-        assert user_mods.mask_mod is not None
+        assert context.user_mods.mask_mod is not None
         cuda = cupy_module().cuda
         block_mask_key = BlockMaskKey(cuda.runtime.getDevice(), problem.dtype, spec)
         current = cuda.get_current_stream().ptr
         ready = ready_block_mask(
-            *(user_mods.mask_mod, block_mask_key, current, arguments), uses_torch=uses_torch
+            *(context.user_mods.mask_mod, block_mask_key, current, arguments),
+            uses_torch=context.uses_torch,
         )
         fixed["block_mask"] = ready.map.fields
         sources |= {"block_mask.memory": _MAP}
@@ -253,11 +249,11 @@ def prepare(
     if options.return_lse:
         lse = (lse_shape(q, problem), np.dtype(problem.lse_dtype))
     return Call(
-        allocate_results=result_allocator((out, lse), uses_torch=uses_torch),
+        allocate_results=result_allocator((out, lse), uses_torch=context.uses_torch),
         out_index=fields.index("out"),
         overlap_check=overlap_check,
         counters=plan.schedule.counters,
-        scratch=memory_allocator(scratch, uses_torch=uses_torch),
+        scratch=memory_allocator(scratch, uses_torch=context.uses_torch),
         launches=None
         if has_no_keys
         else Launches(
@@ -269,15 +265,19 @@ def prepare(
         fills_results=has_no_rows or (has_no_keys and not problem.is_empty),
         has_no_rows=has_no_rows,
         rotated_offset=rotated_offset,
-        append=append.prepare(append_spec(arguments, problem, options), device, names)
+        append=append.prepare(append_spec(arguments, problem, options), context.device, names)
         if appends
         else None,
         max_keys=min((limit.most for limit in limits), default=0),
         limits=limits,
         block_mask_key=block_mask_key,
         workspace_offsets=tuple(scratch_offsets.values()),
-        uses_torch=uses_torch,
+        uses_torch=context.uses_torch,
     )
+
+
+# Attention, after an append to the caches if there are new rows.
+ATTENTION = Operation(readable, prepare, problem_of)
 
 
 def fixed_fields(plan: Plan) -> dict[str, Any]:

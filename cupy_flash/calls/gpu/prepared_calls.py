@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 from cupy_flash.arrays.jax_arrays import JaxMemory
 from cupy_flash.arrays.strided import as_cupy
 from cupy_flash.arrays.torch_arrays import no_memory
 from cupy_flash.calls.check import device_lengths
 from cupy_flash.calls.check.modifications import NO_USER_MODS, ModificationKey, UserMods
-from cupy_flash.calls.gpu import backward as gpu_backward
-from cupy_flash.calls.gpu import forward as gpu_forward
-from cupy_flash.calls.gpu import merge, sharded_append
 from cupy_flash.calls.gpu.allocate import is_tensor
-from cupy_flash.calls.options import Options
 from cupy_flash.gpu.environment import cupy_module, device_for_id
 from cupy_flash.planning import tuning
 from cupy_flash.problem.arrays import MAX_ALIGNMENT
+from cupy_flash.problem.device import Device
+from cupy_flash.problem.problem import Problem
 
 # Maximum number of prepared calls. A call key takes about 2 KiB, and a workload uses a handful.
 _MAX_CALLS = 4096
@@ -25,25 +23,67 @@ _MAX_CALLS = 4096
 _calls: dict[tuple[Any, ...], Any] = {}
 
 
+class Context(NamedTuple):
+    """Parameters of the preparation of a call, other than its arrays and options.
+
+    Attributes
+    ----------
+    device
+        Current device.
+    user_mods
+        User functions of this call.
+    uses_torch
+        Whether torch allocates the results and the workspace of the call.
+    """
+
+    device: Device
+    user_mods: UserMods
+    uses_torch: bool
+
+
+class Operation(NamedTuple):
+    """Operation on arrays in GPU memory, such as attention, by the functions that prepare a call.
+
+    The options of a call are `Options`, or another hashable value that the operation defines.
+
+    Attributes
+    ----------
+    readable
+        Function of the arrays and options that returns the arrays, with copies of those that
+        kernels cannot read in place.
+    prepare
+        Function of CuPy arrays, options and `Context` that checks a call, plans it, and compiles
+        and loads its kernels. It returns the prepared call, whose method `run` takes the arrays,
+        their addresses, `keys` and `UserMods`.
+    problem
+        Function of the arrays and options that returns the `Problem`; None if there are no lengths,
+        offsets or indices to check, see `device_lengths`.
+    """
+
+    readable: Callable[[Any, Any], Any]
+    prepare: Callable[[Any, Any, Context], Any]
+    problem: Callable[[Any, Any], Problem] | None = None
+
+
 def run(
+    operation: Operation,
     arrays: Any,
-    options: Options | sharded_append.CacheSharding | None,
+    options: Any,
     keys: int = 0,
     only_cupy: bool = False,
     user_mods: UserMods = NO_USER_MODS,
     mod_key: ModificationKey | None = None,
 ) -> Any:
-    """Compute attention, its gradients, a merge of partial results, or an append to a cache.
-
-    The launches are enqueued on the current device and stream.
+    """Enqueue the launches of an operation on the current device and stream.
 
     Parameters
     ----------
+    operation
+        Operation to compute.
     arrays
-        `Arguments` or `GradientArguments` with arrays on a GPU (CuPy arrays, torch tensors or
-        `JaxMemory`); or `Partials` or `AppendedRows` with CuPy arrays.
+        Record of arrays on a GPU: CuPy arrays, torch tensors or `JaxMemory`.
     options
-        Options of attention, or the `CacheSharding` of an append; None for a merge.
+        Options of the operation.
     keys
         Length of every cached sequence before the append if no array gives the lengths; else 0.
     only_cupy
@@ -55,27 +95,28 @@ def run(
 
     Returns
     -------
-    out, lse
-        Results of attention or of a merge; lse is None if it is not requested. A backward call
-        returns the gradients instead; an append returns None twice.
+    Results of the operation, such as out and lse; None for each that is not requested.
     """
-    read_arrays = arrays.arrays_of_kind(options.kind) if isinstance(options, Options) else arrays
-    entry = look_up(read_arrays, options, mod_key, only_cupy)
+    entry = look_up(arrays.key_arrays(options), options, mod_key, only_cupy)
     if entry is None:
         return None
     key, call, addresses = entry
     if call is None:
-        call, arrays, addresses = prepare(key, arrays, addresses, options, user_mods, mod_key)
-    if device_lengths.is_enabled and isinstance(options, Options):
-        device_lengths.check(arrays, options, keys, mod_key)
+        call, arrays, addresses = prepare(
+            operation, key, arrays, addresses, options, user_mods, mod_key
+        )
+    if device_lengths.is_enabled and operation.problem is not None:
+        with_key = options if mod_key is None else options.with_mod_key(mod_key)
+        device_lengths.check(arrays, with_key, keys, operation.problem)
     return call.run(arrays, addresses, keys, user_mods)
 
 
 def prepare(
+    operation: Operation,
     key: tuple[Any, ...],
     arrays: Any,
     addresses: tuple[int, ...],
-    options: Options | sharded_append.CacheSharding | None,
+    options: Any,
     user_mods: UserMods = NO_USER_MODS,
     mod_key: ModificationKey | None = None,
 ) -> tuple[Any, Any, tuple[int, ...]]:
@@ -83,33 +124,20 @@ def prepare(
 
     The prepared call is kept under its call key; if arrays are copied, under that of the copies.
     """
-    device_id = key[0]
+    device_id, *_ = key
     require_device(device_id, arrays)
-    if isinstance(options, Options):
-        if mod_key is not None:
-            options = options.with_mod_key(mod_key)
-        module = gpu_forward if options.wrt is None else gpu_backward
-        readable: Any = module.readable(arrays, options)
-    else:
-        readable = merge.readable(arrays) if options is None else sharded_append.readable(arrays)
+    if mod_key is not None:
+        options = options.with_mod_key(mod_key)
+    readable = operation.readable(arrays, options)
     if any(a is not b for a, b in zip(readable, arrays, strict=True)):
-        read_arrays = (
-            readable.arrays_of_kind(options.kind) if isinstance(options, Options) else readable
-        )
-        entry = look_up(read_arrays, options)
+        entry = look_up(readable.key_arrays(options), options)
         assert entry is not None
         key, call, addresses = entry
         if call is not None:
             return call, readable, addresses
-        return prepare(key, readable, addresses, options, user_mods)
-    plain, device = type(arrays)(*map(as_cupy, arrays)), device_for_id(device_id)
-    if options is None:
-        call = merge.prepare(plain, device)
-    elif isinstance(options, sharded_append.CacheSharding):
-        call = sharded_append.prepare(plain, options, device)
-    else:
-        uses_torch = is_tensor(arrays.like)
-        call = module.prepare(plain, options, device, user_mods, uses_torch=uses_torch)
+        return prepare(operation, key, readable, addresses, options, user_mods)
+    context = Context(device_for_id(device_id), user_mods, is_tensor(arrays.like))
+    call = operation.prepare(type(arrays)(*map(as_cupy, arrays)), options, context)
     if len(_calls) >= _MAX_CALLS:
         _calls.clear()
     _calls[key] = call
@@ -117,8 +145,8 @@ def prepare(
 
 
 def look_up(
-    read_arrays: Iterable[Any],
-    options: Options | sharded_append.CacheSharding | None,
+    key_arrays: Iterable[Any],
+    options: Any,
     mod_key: ModificationKey | None = None,
     only_cupy: bool = False,
 ) -> tuple[tuple[Any, ...], Any, tuple[int, ...]] | None:
@@ -129,7 +157,7 @@ def look_up(
     CuPy's.
     """
     cupy = cupy_module()
-    entry = find_array_keys(read_arrays, cupy.ndarray, only_cupy)
+    entry = find_array_keys(key_arrays, cupy.ndarray, only_cupy)
     if entry is None:
         return None
     array_keys, addresses = entry

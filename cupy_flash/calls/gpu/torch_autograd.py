@@ -23,6 +23,7 @@ from cupy_flash.calls.check.modifications import NO_USER_MODS
 from cupy_flash.calls.gpu import forward as gpu_forward
 from cupy_flash.calls.gpu import prepared_calls
 from cupy_flash.calls.gpu.allocate import as_tensor
+from cupy_flash.calls.gpu.backward import GRADIENTS
 from cupy_flash.calls.options import Options
 from cupy_flash.gpu.environment import cupy_module
 from cupy_flash.problem.gradient import ROWS
@@ -68,7 +69,7 @@ def run(arrays: tuple[Any, ...], options: Options) -> tuple[tuple[Any, Any], Any
     Parameters
     ----------
     arrays
-        Arrays of the call, in the order of `Arguments.arrays_of_kind`.
+        Arrays of the call, in the order of `Arguments.key_arrays`.
     options
         Options of the call, as Python values.
 
@@ -218,7 +219,9 @@ def _prepare_and_run(
     key, call, addresses = result
     readable = arguments
     if call is None:
-        call, readable, addresses = prepared_calls.prepare(key, arguments, addresses, options)
+        call, readable, addresses = prepared_calls.prepare(
+            GRADIENTS, key, arguments, addresses, options
+        )
     new = call.run(readable, addresses)
     if readable is arguments:
         if len(recorded.call.backward_calls) >= _MAX_BACKWARD_CALLS:

@@ -21,6 +21,7 @@ from cupy_flash.calls.check.modifications import UserMods, bind_modifications, c
 from cupy_flash.calls.check.problems import sizes_of
 from cupy_flash.calls.conversions import converted
 from cupy_flash.calls.gpu import prepared_calls
+from cupy_flash.calls.gpu.backward import GRADIENTS
 from cupy_flash.calls.host.forward import (
     gpu_of,
     is_plain,
@@ -203,7 +204,8 @@ def _on_gpu(
     order = upload_order(options)
     arguments = arguments._replace(**dict.fromkeys(WRITTEN))
     uploaded = (None if x is None else cupy.asarray(x, order=order) for x in arguments)
-    gradients = prepared_calls.run(type(arguments)(*uploaded), options, user_mods=user_mods)
+    given = type(arguments)(*uploaded)
+    gradients = prepared_calls.run(GRADIENTS, given, options, user_mods=user_mods)
     for result, new in zip(results.values(), gradients, strict=True):
         result[...] = cupy.asnumpy(new)
 

@@ -29,6 +29,7 @@ from cupy_flash.calls.check.modifications import (
 from cupy_flash.calls.check.problems import lse_shape, problem_of, sizes_of
 from cupy_flash.calls.conversions import converted
 from cupy_flash.calls.gpu import prepared_calls
+from cupy_flash.calls.gpu.forward import ATTENTION
 from cupy_flash.calls.options import Options
 from cupy_flash.cpu import forward as cpu_forward
 from cupy_flash.cpu import varlen
@@ -156,7 +157,7 @@ def scale_in(dtype: np.dtype[Any], problem: Problem) -> Any:
 
 
 def _key_of(arguments: Arguments, options: Options, backend: str) -> tuple[Any, ...]:
-    given = arguments.arrays_of_kind(options.kind)
+    given = arguments.key_arrays(options)
     array_keys = tuple([None if x is None else (x.shape, x.strides, x.dtype) for x in given])
     return array_keys, options, backend, gpu_of(backend), tuning.generation()
 
@@ -237,7 +238,8 @@ def _on_gpu(
     uploaded = (None if x is None else _uploaded(x, order) for x in arguments)
     if dtype_name(arguments.q) == FLOAT8:
         options = options._replace(out_dtype=dtype_name(out))
-    result, lse = prepared_calls.run(type(arguments)(*uploaded), options, user_mods=user_mods)
+    given = type(arguments)(*uploaded)
+    result, lse = prepared_calls.run(ATTENTION, given, options, user_mods=user_mods)
     out[...] = cupy.asnumpy(result)
     return out, None if lse is None else cupy.asnumpy(lse)
 

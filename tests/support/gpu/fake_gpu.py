@@ -385,7 +385,7 @@ def compute_on_host(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     cuda = SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 0))
     cupy = SimpleNamespace(ndarray=FakeArray, asarray=here, asnumpy=np.asarray, cuda=cuda)
 
-    def run(arguments: Arguments, options: Options, *, user_mods: UserMods) -> Any:
+    def run(_: Any, arguments: Arguments, options: Options, *, user_mods: UserMods) -> Any:
         uploads.append(arguments)
         return host_forward.forward(arguments, options, 0, "cpu", user_mods)
 

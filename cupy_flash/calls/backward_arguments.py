@@ -19,7 +19,7 @@ from cupy_flash.arrays.strided import (
     with_one_batch_axis,
 )
 from cupy_flash.calls.arguments import Arguments, append_arrays
-from cupy_flash.calls.check.problems import lse_shape, problem_of
+from cupy_flash.calls.check.problems import CheckedCall, check_call, lse_shape
 from cupy_flash.calls.gpu.allocate import ResultSpec
 from cupy_flash.calls.options import Options
 from cupy_flash.problem.backward import with_gradient
@@ -88,8 +88,8 @@ def require_grad_dtype(grad_dtype: Any) -> None:
         )
 
 
-def gradient_problem(arguments: GradientArguments, options: Options) -> Problem:
-    """Return the backward problem of a call, given NumPy or CuPy arrays.
+def check_gradient_call(arguments: GradientArguments, options: Options) -> CheckedCall:
+    """Check the NumPy or CuPy arrays and the options of a backward call; return its problem.
 
     Raises
     ------
@@ -101,7 +101,7 @@ def gradient_problem(arguments: GradientArguments, options: Options) -> Problem:
     for name in _OTHERS:
         array = getattr(arguments, name)
         require_float(name, array)
-    problem = problem_of(arguments.forward, options)
+    problem, mod_arrays = check_call(arguments.forward, options)
     if options.is_dense:
         require_batch_axes("dout", arguments.dout, arguments.q)
     _require_row_values(arguments, problem)
@@ -131,7 +131,7 @@ def gradient_problem(arguments: GradientArguments, options: Options) -> Problem:
         bias=_bias_axes(arguments) if "bias" in options.wrt else None,
         captured=sum(_input(arguments, n).size for n in options.wrt if n.startswith(OF_MOD)),
     )
-    return with_gradient(problem, spec, dout, gradients)
+    return CheckedCall(with_gradient(problem, spec, dout, gradients), mod_arrays)
 
 
 def _bias_axes(arguments: GradientArguments) -> tuple[int, int, int, int]:

@@ -31,7 +31,7 @@ from cupy_flash.calls.backends import require_backend, require_gpu_backend
 from cupy_flash.calls.backward_arguments import (
     WRITTEN,
     GradientArguments,
-    gradient_problem,
+    check_gradient_call,
     require_grad_dtype,
 )
 from cupy_flash.calls.check.modifications import NO_USER_MODS, ModificationKey, UserMods
@@ -305,7 +305,7 @@ def plan(
     missing = {name: x for name, x in assumed.items() if getattr(arguments, name) is None}
     arguments = arguments._replace(**missing)
     require_backend(backend)
-    problem = gradient_problem(arguments, options)
+    problem, _ = check_gradient_call(arguments, options)
     if arch is not None:
         device = device_for_arch(arch)
     elif isinstance(q, np.ndarray) and not host_forward.runs_on_gpu(problem, options, backend):

@@ -11,9 +11,9 @@ import numpy as np
 from cupy_flash.arrays.strided import as_cupy, convert_to
 from cupy_flash.calls.arguments import INT32
 from cupy_flash.calls.check.lengths import check_contents
+from cupy_flash.calls.check.problems import CheckedCall
 from cupy_flash.calls.options import Options
 from cupy_flash.gpu.environment import cupy_module
-from cupy_flash.problem.problem import Problem
 
 VARIABLE = "CUPY_FLASH_CHECK"
 # The variable is read once, because a call takes only a few microseconds.
@@ -21,7 +21,7 @@ is_enabled = os.environ.get(VARIABLE, "0") not in ("", "0")
 
 
 def check(
-    arrays: Any, options: Options, keys: int, problem_of: Callable[[Any, Options], Problem]
+    arrays: Any, options: Options, keys: int, check_call: Callable[[Any, Options], CheckedCall]
 ) -> None:
     """Raise ValueError for array contents that kernels would clamp; see `check_contents`.
 
@@ -35,15 +35,15 @@ def check(
         passed all other checks.
     keys
         Length of every cached sequence, if no array gives the lengths.
-    problem_of
-        Function that returns the problem of the call.
+    check_call
+        Function that returns the `CheckedCall` of the arrays and options.
     """
     names = [name for name in arrays._fields if name in INT32 and getattr(arrays, name) is not None]
     if not names or _is_capturing():
         return
     plain = type(arrays)(*map(as_cupy, arrays))
     on_host = {name: convert_to(np, getattr(plain, name)) for name in names}
-    problem = problem_of(plain, options)
+    problem, _ = check_call(plain, options)
     check_contents(plain._replace(**on_host).forward, options, problem, keys)
 
 

@@ -11,11 +11,10 @@ from cupy_flash.arrays.strided import address_of, as_cupy, is_aligned, readable_
 from cupy_flash.calls.backward_arguments import (
     WRITTEN,
     GradientArguments,
-    gradient_problem,
+    check_gradient_call,
     result_spec,
 )
-from cupy_flash.calls.check.modifications import canonical, packed_arguments
-from cupy_flash.calls.check.problems import sizes_of
+from cupy_flash.calls.check.modifications import packed_arguments
 from cupy_flash.calls.conversions import converted
 from cupy_flash.calls.gpu.allocate import (
     MemoryAllocator,
@@ -121,7 +120,7 @@ def prepare(arguments: GradientArguments, options: Options, context: Context) ->
     """Check, plan, compile and load what backward calls with such CuPy arrays need."""
     assert options.wrt is not None
     fields = arguments._fields
-    problem = gradient_problem(arguments, options)
+    problem, mod_arrays = check_gradient_call(arguments, options)
     overlap_check = OverlapCheck(fields, arguments, WRITTEN)
     overlap_check.check(tuple(0 if array is None else address_of(array) for array in arguments))
     plan = make_plan(
@@ -139,10 +138,8 @@ def prepare(arguments: GradientArguments, options: Options, context: Context) ->
     if (bias_members := bias_fields(problem, context.device)) is not None:
         fixed["dbias"] = bias_members
     if options.mod_key is not None:
-        sizes = sizes_of(problem, options)
-        arrays = canonical(options.mod_key, arguments.modification_arrays, sizes)
         fixed["mods"], captured = packed_arguments(
-            options.mod_key, arrays, sizes, problem.softmax_scale
+            options.mod_key, mod_arrays, problem.dtype, problem.softmax_scale
         )
         sources |= {f"mods.{name}.data": name for name in captured}
     results = tuple(_RESULT + name for name in options.wrt)
@@ -177,7 +174,7 @@ def prepare(arguments: GradientArguments, options: Options, context: Context) ->
 
 
 # Gradients of attention.
-GRADIENTS = Operation(readable, prepare, gradient_problem)
+GRADIENTS = Operation(readable, prepare, check_gradient_call)
 
 
 def _field_of(name: str) -> str:

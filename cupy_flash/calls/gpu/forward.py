@@ -18,8 +18,8 @@ from cupy_flash.arrays.strided import (
 )
 from cupy_flash.calls.arguments import IN_PLACE, Arguments, require_given, written_arrays
 from cupy_flash.calls.check.lengths import LengthLimit, length_limits, require_length
-from cupy_flash.calls.check.modifications import UserMods, canonical, packed_arguments
-from cupy_flash.calls.check.problems import lse_shape, problem_of, sizes_of
+from cupy_flash.calls.check.modifications import UserMods, packed_arguments
+from cupy_flash.calls.check.problems import check_call, lse_shape
 from cupy_flash.calls.conversions import converted
 from cupy_flash.calls.gpu.allocate import (
     MemoryAllocator,
@@ -194,7 +194,7 @@ def prepare(arguments: Arguments, options: Options, context: Context) -> Call:
     fields, given = arguments.key_names(options), arguments.key_arrays(options)
     arguments, qkv = arguments.parts_of_qkv(options.layout), arguments.qkv
     qkv_step = None if qkv is None else qkv.strides[-3]
-    problem = problem_of(arguments, options)
+    problem, mod_arrays = check_call(arguments, options)
     layout, q = problem.layout, arguments.q
     is_kvcache = options.kind == "kvcache"
     limits = length_limits(arguments, problem) if is_kvcache else ()
@@ -224,10 +224,8 @@ def prepare(arguments: Arguments, options: Options, context: Context) -> Call:
     sources, maps = _sources(arguments, plan), plan.schedule.tensor_maps
     fixed = fixed_fields(plan)
     if options.mod_key is not None:
-        sizes = sizes_of(problem, options)
-        arrays = canonical(options.mod_key, arguments.modification_arrays, sizes)
         fixed["mods"], captured = packed_arguments(
-            options.mod_key, arrays, sizes, problem.softmax_scale
+            options.mod_key, mod_arrays, problem.dtype, problem.softmax_scale
         )
         sources |= {f"mods.{name}.data": name for name in captured}
     block_mask_key = None
@@ -277,7 +275,7 @@ def prepare(arguments: Arguments, options: Options, context: Context) -> Call:
 
 
 # Attention, after an append to the caches if there are new rows.
-ATTENTION = Operation(readable, prepare, problem_of)
+ATTENTION = Operation(readable, prepare, check_call)
 
 
 def fixed_fields(plan: Plan) -> dict[str, Any]:

@@ -10,12 +10,12 @@ from cupy_flash.arrays.strided import as_cupy
 from cupy_flash.arrays.torch_arrays import no_memory
 from cupy_flash.calls.check import device_lengths
 from cupy_flash.calls.check.modifications import NO_USER_MODS, ModificationKey, UserMods
+from cupy_flash.calls.check.problems import CheckedCall
 from cupy_flash.calls.gpu.allocate import is_tensor
 from cupy_flash.gpu.environment import cupy_module, device_for_id
 from cupy_flash.planning import tuning
 from cupy_flash.problem.arrays import MAX_ALIGNMENT
 from cupy_flash.problem.device import Device
-from cupy_flash.problem.problem import Problem
 
 # Maximum number of prepared calls. A call key takes about 2 KiB, and a workload uses a handful.
 _MAX_CALLS = 4096
@@ -55,14 +55,14 @@ class Operation(NamedTuple):
         Function of CuPy arrays, options and `Context` that checks a call, plans it, and compiles
         and loads its kernels. It returns the prepared call, whose method `run` takes the arrays,
         their addresses, `keys` and `UserMods`.
-    problem
-        Function of the arrays and options that returns the `Problem`; None if there are no lengths,
-        offsets or indices to check, see `device_lengths`.
+    check
+        Function of CuPy arrays and options that returns the `CheckedCall`; None if the operation
+        has no lengths, offsets or indices whose contents `device_lengths` can check.
     """
 
     readable: Callable[[Any, Any], Any]
     prepare: Callable[[Any, Any, Context], Any]
-    problem: Callable[[Any, Any], Problem] | None = None
+    check: Callable[[Any, Any], CheckedCall] | None = None
 
 
 def run(
@@ -105,9 +105,9 @@ def run(
         call, arrays, addresses = prepare(
             operation, key, arrays, addresses, options, user_mods, mod_key
         )
-    if device_lengths.is_enabled and operation.problem is not None:
+    if device_lengths.is_enabled and operation.check is not None:
         with_key = options if mod_key is None else options.with_mod_key(mod_key)
-        device_lengths.check(arrays, with_key, keys, operation.problem)
+        device_lengths.check(arrays, with_key, keys, operation.check)
     return call.run(arrays, addresses, keys, user_mods)
 
 

@@ -13,19 +13,18 @@ from cupy_flash.calls.backends import require_cpu_family
 from cupy_flash.calls.backward_arguments import (
     WRITTEN,
     GradientArguments,
-    gradient_problem,
+    check_gradient_call,
     result_spec,
 )
 from cupy_flash.calls.check.lengths import check_contents
-from cupy_flash.calls.check.modifications import UserMods, bind_modifications, canonical
-from cupy_flash.calls.check.problems import sizes_of
+from cupy_flash.calls.check.modifications import UserMods
 from cupy_flash.calls.conversions import converted
 from cupy_flash.calls.gpu import prepared_calls
 from cupy_flash.calls.gpu.backward import GRADIENTS
 from cupy_flash.calls.host.forward import (
+    bound_modifications,
     gpu_of,
     is_plain,
-    positions_of_used,
     require_writable,
     runs_on_gpu,
     scale_in,
@@ -58,7 +57,7 @@ def backward(
     out = readable_in_place(arguments.out, one_batch=options.is_dense)
     if out is not arguments.out:
         arguments = arguments._replace(out=out)
-    problem, tile, *_ = _call_info(arguments, options, backend)
+    (problem, tile, *_), mod_arrays = _call_info(arguments, options, backend)
     if not has_no_lengths:
         check_contents(arguments.forward, options, problem, 0)
     results, are_given = {}, False
@@ -75,7 +74,7 @@ def backward(
     if tile is None:
         _on_gpu(arguments, results, options, user_mods)
     else:
-        _on_cpu(arguments, results, options, user_mods, problem, tile)
+        _on_cpu(arguments, results, options, user_mods, problem, tile, mod_arrays)
     return tuple(results.values())
 
 
@@ -128,12 +127,17 @@ _MAX_CALLS = 1024
 _calls: dict[Any, _CallInfo] = {}
 
 
-def _call_info(arguments: GradientArguments, options: Options, backend: str) -> _CallInfo:
-    """Return the `_CallInfo` of a call. A new one takes 250 us, longer than a small call itself."""
+def _call_info(
+    arguments: GradientArguments, options: Options, backend: str
+) -> tuple[_CallInfo, dict[str, Any] | None]:
+    """Return the `_CallInfo` of a call, and the arrays of its modifications if they were checked.
+
+    They are checked for a new `_CallInfo`, which takes 250 us, longer than a small call itself.
+    """
     key = _key_of(arguments, options, backend)
-    info = _calls.get(key)
+    info, mod_arrays = _calls.get(key), None
     if info is None:
-        problem = gradient_problem(arguments, options)
+        problem, mod_arrays = check_gradient_call(arguments, options)
         goes_to_gpu = runs_on_gpu(problem, options, backend)
         tile = None if goes_to_gpu else tile_of(problem, options)
         info = _CallInfo(problem, tile)
@@ -145,7 +149,7 @@ def _call_info(arguments: GradientArguments, options: Options, backend: str) -> 
         if len(_calls) >= _MAX_CALLS:
             _calls.clear()
         _calls[key] = info
-    return info
+    return info, mod_arrays
 
 
 def _key_of(arguments: GradientArguments, options: Options, backend: str) -> tuple[Any, ...]:
@@ -217,14 +221,9 @@ def _on_cpu(
     user_mods: UserMods,
     problem: Problem,
     tile: Tile,
+    mod_arrays: dict[str, Any] | None,
 ) -> None:
-    bound_mods = None
-    if options.mod_key is not None:
-        arrays_of = canonical(
-            options.mod_key, arguments.modification_arrays, sizes_of(problem, options)
-        )
-        arrays_of |= positions_of_used(arguments, arrays_of)
-        bound_mods = bind_modifications(options.mod_key, user_mods, arrays_of)
+    bound_mods = bound_modifications(arguments, options, user_mods, problem, mod_arrays)
     results = dict(results)
     is_packed = options.kind == "varlen"
     if "bias" in results:

@@ -26,7 +26,7 @@ from cupy_flash.calls.check.modifications import (
     bind_modifications,
     canonical,
 )
-from cupy_flash.calls.check.problems import lse_shape, problem_of, sizes_of
+from cupy_flash.calls.check.problems import check_call, lse_shape, sizes_of
 from cupy_flash.calls.conversions import converted
 from cupy_flash.calls.gpu import prepared_calls
 from cupy_flash.calls.gpu.forward import ATTENTION
@@ -35,6 +35,7 @@ from cupy_flash.cpu import forward as cpu_forward
 from cupy_flash.cpu import varlen
 from cupy_flash.cpu.untiled import SmallCall, small_call_of
 from cupy_flash.gpu.environment import cupy_module, current_device
+from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import is_served, make_plan
 from cupy_flash.problem.arrays import FLOAT8
@@ -54,7 +55,7 @@ def forward(
     has_no_lengths = options.kind == "dense" and options.mod_key is None
     if not has_no_lengths:
         arguments = converted(arguments, options)
-    call = _call_info(arguments, options, backend)
+    call, mod_arrays = _call_info(arguments, options, backend)
     problem, goes_to_gpu, *_ = call
     lengths = check_contents(arguments, options, problem, keys)
     out = arguments.out
@@ -75,7 +76,7 @@ def forward(
     lse = None
     if options.return_lse:
         lse = np.empty(lse_shape(arguments.q, problem), problem.lse_dtype)
-    _on_cpu(arguments, out, lse, options, user_mods, call)
+    _on_cpu(arguments, out, lse, options, user_mods, call, mod_arrays)
     return out, lse
 
 
@@ -130,13 +131,18 @@ _MAX_CALLS = 1024
 _calls: dict[Any, _CallInfo] = {}
 
 
-def _call_info(arguments: Arguments, options: Options, backend: str) -> _CallInfo:
-    """Return the `_CallInfo` of a call. A new one takes 70 us, longer than a small call itself."""
+def _call_info(
+    arguments: Arguments, options: Options, backend: str
+) -> tuple[_CallInfo, dict[str, Any] | None]:
+    """Return the `_CallInfo` of a call, and the arrays of its modifications if they were checked.
+
+    They are checked for a new `_CallInfo`, which takes 70 us, longer than a small call itself.
+    """
     key = _key_of(arguments, options, backend)
-    info = _calls.get(key)
+    info, mod_arrays = _calls.get(key), None
     if info is None:
         require_given(arguments, options)
-        problem = problem_of(arguments, options)
+        problem, mod_arrays = check_call(arguments, options)
         goes_to_gpu = runs_on_gpu(problem, options, backend)
         tile = None if goes_to_gpu else requested_tile(problem, options)
         info = _CallInfo(problem, goes_to_gpu, tile, np.dtype(problem.out_dtype))
@@ -147,7 +153,7 @@ def _call_info(arguments: Arguments, options: Options, backend: str) -> _CallInf
         if len(_calls) >= _MAX_CALLS:
             _calls.clear()
         _calls[key] = info
-    return info
+    return info, mod_arrays
 
 
 @ignore_fp_errors
@@ -185,22 +191,35 @@ def runs_on_gpu(problem: Problem, options: Options, backend: str) -> bool:
     return is_served(problem, current_device())
 
 
-def positions_of_used(arguments: Any, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `q_offset` of varlen calls that have `seqused_q` and no `q_offset` of their own.
+def bound_modifications(
+    arguments: Any,
+    options: Options,
+    user_mods: UserMods,
+    problem: Problem,
+    mod_arrays: Mapping[str, Any] | None,
+) -> BoundModifications | None:
+    """Return the modifications as the CPU backend takes them; None without modifications.
 
     Parameters
     ----------
     arguments
         `Arguments` or `GradientArguments` of the call, whose contents have been checked.
-    arrays
-        Arrays of the call's modifications, by name.
+    options, user_mods, problem
+        Options, user functions and problem of the call.
+    mod_arrays
+        Arrays of the modifications from `canonical`; None if they have not been checked yet.
     """
-    if "seqused_q" not in arrays or "q_offset" in arrays:
-        return {}
-    keys = arguments.seqused_k
-    if keys is None:
-        keys = np.diff(arguments.cu_seqlens_k)
-    return {"q_offset": keys - arrays["seqused_q"]}
+    if options.mod_key is None:
+        return None
+    if mod_arrays is None:
+        sizes = sizes_of(problem, options)
+        mod_arrays = canonical(options.mod_key, arguments.modification_arrays, sizes)
+    if "seqused_q" in mod_arrays and "q_offset" not in mod_arrays:
+        keys = arguments.seqused_k
+        if keys is None:
+            keys = np.diff(arguments.cu_seqlens_k)
+        mod_arrays = {**mod_arrays, "q_offset": keys - mod_arrays["seqused_q"]}
+    return bind_modifications(options.mod_key, user_mods, mod_arrays)
 
 
 def requested_tile(problem: Problem, options: Options) -> Tile | None:
@@ -259,15 +278,10 @@ def _on_cpu(
     options: Options,
     user_mods: UserMods,
     call: _CallInfo,
+    mod_arrays: dict[str, Any] | None,
 ) -> None:
     problem, tile = call.problem, call.tile
-    bound_mods = None
-    if options.mod_key is not None:
-        arrays_of = canonical(
-            options.mod_key, arguments.modification_arrays, sizes_of(problem, options)
-        )
-        arrays_of |= positions_of_used(arguments, arrays_of)
-        bound_mods = bind_modifications(options.mod_key, user_mods, arrays_of)
+    bound_mods = bound_modifications(arguments, options, user_mods, problem, mod_arrays)
     if options.is_dense:
         if tile is None:
             # The CPU backend computes padded sequences as a dense batch, with one tile.

@@ -43,12 +43,12 @@ def is_captured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(device_lengths, "cupy_module", lambda: cupy)
 
     def check_contents(arguments: Any, options: Any, problem: Any, keys: int) -> Any:
-        device_lengths.check(arguments, options, keys, ATTENTION.problem)
+        device_lengths.check(arguments, options, keys, ATTENTION.check)
         # The computation itself needs valid lengths and indices, so it is skipped.
         raise Passed
 
     def known(arguments: Any, options: Any, backend: str) -> Any:
-        device_lengths.check(arguments, options, 0, GRADIENTS.problem)
+        device_lengths.check(arguments, options, 0, GRADIENTS.check)
         raise Passed
 
     monkeypatch.setattr(host_forward, "check_contents", check_contents)

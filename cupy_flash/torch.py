@@ -520,11 +520,40 @@ def _fits_operator(
     )
 
 
-def _options(modifications: tuple[Any, ...]) -> dict[str, Any]:
-    """Return modifications by name, given the operator arguments that `_plain` has made."""
-    bias, sinks, arrays, window, softcap = modifications
-    names = (*WITH_GRADIENT, *_ARRAYS, *_NUMBERS)
-    return dict(zip(names, (bias, sinks, *arrays, tuple(window), softcap), strict=True))
+class _Values(NamedTuple):
+    """Arguments of an operator, in the order of its schema.
+
+    Those that `_plain` has made follow q, k and v. `others` are the arguments that the operators do
+    not have in common.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    bias: Any
+    sinks: Any
+    arrays: Any
+    window: Any
+    softcap: Any
+    others: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> _Values:
+        """Return the record of the arguments that an operator was called with."""
+        common = len(cls._fields) - 1
+        return cls._make((*values[:common], tuple(values[common:])))
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """Arguments that may have gradients."""
+        return self.q, self.k, self.v, self.bias, self.sinks
+
+    @property
+    def modifications(self) -> dict[str, Any]:
+        """Modifications by name."""
+        names = (*WITH_GRADIENT, *_ARRAYS, *_NUMBERS)
+        values = (self.bias, self.sinks, *self.arrays, tuple(self.window), self.softcap)
+        return dict(zip(names, values, strict=True))
 
 
 class _Operator(NamedTuple):
@@ -563,7 +592,9 @@ class _Operator(NamedTuple):
 
         # Without this check, an operator drops the tangents of tensors that require no gradient.
         def without_tangents(keyset: Any, *values: Any) -> Any:
-            for name, tensor in zip(_WITH_TANGENTS, (*values[:5], *values[5]), strict=True):
+            given = _Values.of(values)
+            tensors = (*given.inputs, *given.arrays)
+            for name, tensor in zip(_WITH_TANGENTS, tensors, strict=True):
                 if tensor is not None and has_tangent(tensor):
                     raise NotImplementedError(f"{name} {NO_FORWARD_MODE}")
             return recording(keyset, *values)
@@ -583,8 +614,9 @@ class _Operator(NamedTuple):
 
     def _call(self, values: tuple[Any, ...]) -> tuple[DifferentiableCall, tuple[Any, ...]]:
         """Return the call that an operator's arguments describe, and its inputs."""
-        call, others = self.of_plain(*values[8:], _options(values[3:8]))
-        return call, (*values[:3], *others)
+        given = _Values.of(values)
+        call, others = self.of_plain(*given.others, given.modifications)
+        return call, (given.q, given.k, given.v, *others)
 
     def run(self, *values: Any) -> tuple[Any, Any]:
         """Compute attention; return out and lse."""
@@ -594,10 +626,11 @@ class _Operator(NamedTuple):
 
     def run_fake(self, *values: Any) -> tuple[Any, Any]:
         """Return empty tensors with the shapes of out and lse."""
-        q, v = values[0], values[2]
+        given = _Values.of(values)
+        q = given.q
         accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
-        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-        return out, q.new_empty(self.lse_shape(q, *values[8:]), dtype=accumulator)
+        out = q.new_empty((*q.shape[:-1], given.v.shape[-1]))
+        return out, q.new_empty(self.lse_shape(q, *given.others), dtype=accumulator)
 
     def gradients(
         self, dout: Any, dlse: Any, out: Any, lse: Any, needed: list[bool], *values: Any
@@ -611,7 +644,7 @@ class _Operator(NamedTuple):
         self, dout: Any, dlse: Any, out: Any, lse: Any, needed: list[bool], *values: Any
     ) -> list[Any]:
         """Return empty tensors with the shapes of these gradients."""
-        inputs = [x for x in values[:5] if x is not None]
+        inputs = [x for x in _Values.of(values).inputs if x is not None]
         return [x.new_empty(x.shape) for x, n in zip(inputs, needed, strict=True) if n]
 
     def backward(self, ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
@@ -637,10 +670,11 @@ _SAVED = object()
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
-    arrays, others = inputs[5], inputs[6:]
-    lengths = [x for x in others if isinstance(x, Tensor)]
-    ctx.values = [_SAVED if isinstance(x, Tensor) else x for x in others]
-    ctx.save_for_backward(*inputs[:5], *output, *arrays, *lengths)
+    given = _Values.of(inputs)
+    constants = (given.window, given.softcap, *given.others)
+    lengths = [x for x in constants if isinstance(x, Tensor)]
+    ctx.values = [_SAVED if isinstance(x, Tensor) else x for x in constants]
+    ctx.save_for_backward(*given.inputs, *output, *given.arrays, *lengths)
     ctx.set_materialize_grads(False)
 
 
@@ -648,9 +682,11 @@ def _refuse_second_derivative(ctx: Any, *gradients: Any) -> Any:
     raise _no_second_derivative()
 
 
-def _dense_lse_shape(q: Any, *values: Any) -> tuple[Any, ...]:
+def _dense_lse_shape(
+    q: Any, causal: Any, softmax_scale: Any, q_offset: Any, layout: str
+) -> tuple[Any, ...]:
     *batch, first, second, _ = q.shape
-    return (*batch, second, first) if values[3] == "bshd" else (*batch, first, second)
+    return (*batch, second, first) if layout == "bshd" else (*batch, first, second)
 
 
 def _varlen_lse_shape(q: Any, *_: Any) -> tuple[Any, ...]:

@@ -30,6 +30,7 @@ from cupy_flash.calls.check.modifications import (
     parse_modifications,
 )
 from cupy_flash.calls.options import Options
+from cupy_flash.calls.records import span
 from cupy_flash.mods.keywords import VECTORS
 from cupy_flash.problem.problem import Problem
 
@@ -160,11 +161,11 @@ def _key_arrays_with_modifications(self: Arguments, options: Options) -> tuple[A
 
 # Slice of the fields of `Arguments` that a call of each kind may have.
 FIELDS = {
-    "dense": slice(0, 4),
-    "qkvpacked": slice(3, 5),
-    "varlen": slice(0, 11),
-    "kvcache": slice(0, 19),
-    "scaled": slice(0, 20),
+    "dense": span(Arguments, "q", "out"),
+    "qkvpacked": span(Arguments, "out", "qkv"),
+    "varlen": span(Arguments, "q", "v_scale"),
+    "kvcache": span(Arguments, "q", "cu_seqlens_k_new"),
+    "scaled": span(Arguments, "q", "q_scale"),
 }
 _REQUIRED = {
     "dense": ("q", "k", "v"),
@@ -259,12 +260,12 @@ def normalized(given: Any, written: tuple[str, ...] = ("out",)) -> tuple[Any, Ca
     TypeError
         If a value is not an array, has an unsupported dtype, or is on another device than the rest.
     """
-    first = given._fields[0]
-    leading = normalize(first, given[0])
-    convert = result_converter(first, given[0])
+    arrays = iter(zip(given._fields, given, strict=True))
+    first, like = next(arrays)
+    leading, convert = normalize(first, like), result_converter(first, like)
     on_host = isinstance(leading, np.ndarray)
     result: dict[str, Any] = {first: leading}
-    for name, array in zip(given._fields[1:], given[1:], strict=True):
+    for name, array in arrays:
         if array is None and name in given._field_defaults:
             continue
         if name in INT32:

@@ -76,6 +76,23 @@ class GradientArguments(NamedTuple):
 
 
 _FIXED = len(GradientArguments._fields)
+
+
+def in_field_order(
+    inputs: tuple[Any, ...],
+    results: tuple[Any, ...],
+    gradients: tuple[Any, ...],
+    lengths: tuple[Any, ...],
+    absent: Any = None,
+) -> tuple[Any, ...]:
+    """Return values for q, k, v, (out, lse), (dout, dlse) and lengths as `GradientArguments` lists.
+
+    The fields dq, dk and dv have the value `absent`.
+    """
+    (out, lse), (dout, dlse) = results, gradients
+    return (*inputs, out, dout, lse, dlse, absent, absent, absent, *lengths)
+
+
 WRITTEN = ("dq", "dk", "dv")
 _OTHERS = ("dout", "out")
 

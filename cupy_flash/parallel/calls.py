@@ -58,7 +58,7 @@ def refuse_alone(
     if options.wrt is None:
         dispatch.unloaded_plan(arguments, options, backend, None, modifications)
     else:
-        inputs = GradientArguments(*arguments[:3])
+        inputs = GradientArguments(arguments.q, arguments.k, arguments.v)
         dispatch_backward.plan(inputs, options, backend, None, modifications)
 
 

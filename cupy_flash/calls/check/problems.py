@@ -188,7 +188,9 @@ def _float8_scales(
 
 
 def _check_varlen(arguments: Arguments, options: Options) -> CheckedCall:
-    q, k, v, out, _, block_table, cu_seqlens_q, cu_seqlens_k, seqused_k = arguments[:9]
+    q, k, v, out = arguments.q, arguments.k, arguments.v, arguments.out
+    block_table, seqused_k = arguments.block_table, arguments.seqused_k
+    cu_seqlens_q, cu_seqlens_k = arguments.cu_seqlens_q, arguments.cu_seqlens_k
     packed = "total length, heads and head_dim"
     require_axes("q", q, 3, packed)
     for name, array in (("k", k), ("v", v)):

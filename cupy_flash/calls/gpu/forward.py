@@ -72,8 +72,9 @@ class Call:
         then the lengths after an append of packed rows. None if no memory is needed.
     launches
         Launches of attention; none if there is nothing to compute.
-    qkv_step
-        Bytes between the parts of qkv; None if q, k and v are separate arrays.
+    qkv
+        Index of qkv among the addresses, and bytes between its parts; None if q, k and v are
+        separate arrays.
     fills_results
         Whether the call fills out and lse itself, because no kernel runs: the caches have no rows,
         or no query row belongs to a sequence.
@@ -101,7 +102,7 @@ class Call:
     counters: int
     scratch: MemoryAllocator | None
     launches: Launches | None
-    qkv_step: int | None
+    qkv: tuple[int, int] | None
     fills_results: bool = False
     has_no_rows: bool = False
     rotated_offset: int = 0
@@ -138,8 +139,9 @@ class Call:
             keys,
             scratch + self.rotated_offset,
         )
-        if self.qkv_step is not None:
-            first, step = addresses[1], self.qkv_step
+        if self.qkv is not None:
+            index, step = self.qkv
+            first = addresses[index]
             values += (first, first + step, first + 2 * step)
         ready, current = None, 0
         if self.block_mask_key is not None:
@@ -193,7 +195,6 @@ def prepare(arguments: Arguments, options: Options, context: Context) -> Call:
     """Check, plan, compile and load what calls with such CuPy arrays or tensors need."""
     fields, given = arguments.key_names(options), arguments.key_arrays(options)
     arguments, qkv = arguments.parts_of_qkv(options.layout), arguments.qkv
-    qkv_step = None if qkv is None else qkv.strides[-3]
     problem, mod_arrays = check_call(arguments, options)
     layout, q = problem.layout, arguments.q
     is_kvcache = options.kind == "kvcache"
@@ -259,7 +260,7 @@ def prepare(arguments: Arguments, options: Options, context: Context) -> Call:
             PackedStruct(params_dtype(problem), fixed, sources, names),
             TensorMaps(maps, names, sources) if maps else None,
         ),
-        qkv_step=qkv_step,
+        qkv=None if qkv is None else (fields.index("qkv"), qkv.strides[-3]),
         fills_results=has_no_rows or (has_no_keys and not problem.is_empty),
         has_no_rows=has_no_rows,
         rotated_offset=rotated_offset,

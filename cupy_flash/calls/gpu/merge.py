@@ -16,6 +16,7 @@ from cupy_flash.gpu.environment import cupy_module
 
 # Names of the values that the struct is packed from: addresses of `Partials` and of the results.
 _NAMES = (*Partials._fields, "result", "lse")
+_OUT = Partials._fields.index("out")
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Call:
         self.overlap_check.check(addresses)
         (out, lse), (out_address, lse_address) = self.allocate_results()
         if out is None:
-            out, out_address = partials.out, addresses[2]
+            out, out_address = partials.out, addresses[_OUT]
         self.kernel.run((*addresses, out_address, lse_address))
         return out, lse
 

@@ -166,10 +166,15 @@ def look_up(
     return key, _calls.get(key), addresses
 
 
+# Elements of an array key. The low bits of an address determine the alignment of the array.
+_ARRAY_KEY = ("shape", "strides", "dtype", "device", "low bits of the address")
+STRIDES = _ARRAY_KEY.index("strides")
+
+
 def find_array_keys(
     arrays: Iterable[Any], cupy_array: type, only_cupy: bool = False
 ) -> tuple[tuple[Any, ...], tuple[int, ...]] | None:
-    """Return the array keys of arrays on a GPU (shape, strides, ...), and their addresses.
+    """Return the array keys of arrays on a GPU, tuples as in `_ARRAY_KEY`, and their addresses.
 
     An absent array has None and 0. If `only_cupy`, the result is None if any array is not CuPy's.
     """

@@ -93,7 +93,7 @@ def repeated(
     call = _calls.get(_key_of(arguments, options, backend))
     if call is None or call.small is None:
         return None
-    q, k, v, out, dout, lse, dlse = arguments[:7]
+    q, k, v, out, dout, lse, dlse, *_ = arguments
     assert options.wrt is not None
     results = {name: np.empty(getattr(arguments, name).shape, q.dtype) for name in options.wrt}
     arrays = q, k, v, out, dout, lse, dlse
@@ -142,7 +142,7 @@ def _call_info(
         tile = None if goes_to_gpu else tile_of(problem, options)
         info = _CallInfo(problem, tile)
         if tile is not None and _has_plain_gradients(arguments, options):
-            q, k, v = arguments[:3]
+            q, k, v, *_ = arguments
             causal, q_offset = problem.causal, problem.q_offset
             small = small_gradients(q.shape, k.shape, v.shape[3], causal, q_offset, tile)
             info = info._replace(small=small, scale=scale_in(q.dtype, problem))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import namedtuple
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -231,6 +231,13 @@ def require_given(arguments: Arguments, options: Options) -> None:
             raise ValueError(
                 f"{name} is given, but with head_dim_v k_cache holds the values; pass only one"
             )
+
+
+def require_arrays(arguments: Any, names: Iterable[str]) -> None:
+    """Raise TypeError if one of these arrays of a record is None."""
+    for name in names:
+        if getattr(arguments, name) is None:
+            raise no_array(name, None)
 
 
 def given_lengths(cache_seqlens: Any) -> tuple[int, Any | None]:

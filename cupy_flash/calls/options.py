@@ -74,13 +74,13 @@ def with_offsets(
     options: Options, modifications: Mapping[str, Any] | None
 ) -> tuple[Options, Mapping[str, Any]]:
     """Move an array `q_offset` from the options to the modifications; return both."""
-    if options.q_offset.__class__ in _WHOLE:
+    if options.q_offset.__class__ in INTEGER_OR_NONE:
         return options, modifications or {}
     q_offset, modifications = keywords.with_offsets(options.q_offset, modifications or {})
     return options._replace(q_offset=q_offset), modifications
 
 
-_WHOLE = (int, type(None))
+INTEGER_OR_NONE = (int, type(None))
 _UNSCALED_KINDS = ("dense", "qkvpacked")
 # Call kinds of dense batches, whose arrays have batch axes.
 DENSE_KINDS = (*_UNSCALED_KINDS, "scaled")

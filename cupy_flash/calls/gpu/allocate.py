@@ -31,8 +31,11 @@ def is_tensor(array: Any) -> bool:
 
 
 def as_tensor(array: Any) -> Any:
-    """Return a result as a torch tensor; it is a CuPy array if kernels have read a copy of q."""
-    return array if is_tensor(array) else to_torch(array)
+    """Return a result as a torch tensor; it is a CuPy array if kernels have read a copy of q.
+
+    None, for a result that is not requested, stays None.
+    """
+    return array if array is None or is_tensor(array) else to_torch(array)
 
 
 def memory_allocator(size: int, *, uses_torch: bool) -> MemoryAllocator | None:

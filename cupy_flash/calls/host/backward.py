@@ -46,9 +46,12 @@ _ROWS = (*ROWS, "out", "dout")
 
 
 def backward(
-    arguments: GradientArguments, options: Options, backend: str, user_mods: UserMods
+    arguments: GradientArguments, options: Options, keys: int, backend: str, user_mods: UserMods
 ) -> tuple[np.ndarray, ...]:
-    """Return the gradients for NumPy arrays, in the order of `Options.wrt`."""
+    """Return the gradients for NumPy arrays, in the order of `Options.wrt`.
+
+    The parameters are those of `host.forward.forward`.
+    """
     assert options.wrt is not None
     # Dense calls without modifications have no arrays that may need a conversion.
     has_no_lengths = options.kind == "dense" and options.mod_key is None
@@ -59,7 +62,7 @@ def backward(
         arguments = arguments._replace(out=out)
     (problem, tile, *_), mod_arrays = _call_info(arguments, options, backend)
     if not has_no_lengths:
-        check_contents(arguments.forward, options, problem, 0)
+        check_contents(arguments.forward, options, problem, keys)
     results, are_given = {}, False
     for name in options.wrt:
         result = getattr(arguments, f"d{name}", None)
@@ -223,7 +226,9 @@ def _on_cpu(
     tile: Tile,
     mod_arrays: dict[str, Any] | None,
 ) -> None:
-    bound_mods = bound_modifications(arguments, options, user_mods, problem, mod_arrays)
+    bound_mods = None
+    if options.mod_key is not None:
+        bound_mods = bound_modifications(arguments, options, user_mods, problem, mod_arrays)
     results = dict(results)
     is_packed = options.kind == "varlen"
     if "bias" in results:

@@ -33,11 +33,12 @@ from cupy_flash.calls.gpu.forward import ATTENTION
 from cupy_flash.calls.options import Options
 from cupy_flash.cpu import forward as cpu_forward
 from cupy_flash.cpu import varlen
+from cupy_flash.cpu.plan import make_cpu_plan
 from cupy_flash.cpu.untiled import SmallCall, small_call_of
-from cupy_flash.gpu.environment import cupy_module, current_device
+from cupy_flash.gpu.environment import cupy_module, current_device, gpu_unavailable
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.planning import tuning
-from cupy_flash.planning.planner import is_served, make_plan
+from cupy_flash.planning.planner import Plan, is_served, make_plan
 from cupy_flash.problem.arrays import FLOAT8
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
@@ -197,8 +198,8 @@ def bound_modifications(
     user_mods: UserMods,
     problem: Problem,
     mod_arrays: Mapping[str, Any] | None,
-) -> BoundModifications | None:
-    """Return the modifications as the CPU backend takes them; None without modifications.
+) -> BoundModifications:
+    """Return the modifications of a call as the CPU backend takes them.
 
     Parameters
     ----------
@@ -209,8 +210,7 @@ def bound_modifications(
     mod_arrays
         Arrays of the modifications from `canonical`; None if they have not been checked yet.
     """
-    if options.mod_key is None:
-        return None
+    assert options.mod_key is not None
     if mod_arrays is None:
         sizes = sizes_of(problem, options)
         mod_arrays = canonical(options.mod_key, arguments.modification_arrays, sizes)
@@ -234,6 +234,13 @@ def requested_tile(problem: Problem, options: Options) -> Tile | None:
         return None
     tile = cpu_tile(problem, options.family, options.tile)
     return None if not problem.layout.is_dense and options.tile is None else tile
+
+
+def plan_of(problem: Problem, options: Options) -> Plan:
+    """Return the plan of the CPU backend; raises as `requested_tile` does."""
+    return make_cpu_plan(
+        problem, cpu_tile(problem, options.family, options.tile), gpu_unavailable()
+    )
 
 
 def require_writable(name: str, array: np.ndarray) -> None:
@@ -281,7 +288,9 @@ def _on_cpu(
     mod_arrays: dict[str, Any] | None,
 ) -> None:
     problem, tile = call.problem, call.tile
-    bound_mods = bound_modifications(arguments, options, user_mods, problem, mod_arrays)
+    bound_mods = None
+    if options.mod_key is not None:
+        bound_mods = bound_modifications(arguments, options, user_mods, problem, mod_arrays)
     if options.is_dense:
         if tile is None:
             # The CPU backend computes padded sequences as a dense batch, with one tile.

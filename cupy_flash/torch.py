@@ -520,40 +520,10 @@ def _fits_operator(
     )
 
 
-class _Values(NamedTuple):
-    """Arguments of an operator, in the order of its schema.
-
-    Those that `_plain` has made follow q, k and v. `others` are the arguments that the operators do
-    not have in common.
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    bias: Any
-    sinks: Any
-    arrays: Any
-    window: Any
-    softcap: Any
-    others: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, values: Sequence[Any]) -> _Values:
-        """Return the record of the arguments that an operator was called with."""
-        common = len(cls._fields) - 1
-        return cls._make((*values[:common], tuple(values[common:])))
-
-    @property
-    def inputs(self) -> tuple[Any, ...]:
-        """Arguments that may have gradients."""
-        return self.q, self.k, self.v, self.bias, self.sinks
-
-    @property
-    def modifications(self) -> dict[str, Any]:
-        """Modifications by name."""
-        names = (*WITH_GRADIENT, *_ARRAYS, *_NUMBERS)
-        values = (self.bias, self.sinks, *self.arrays, tuple(self.window), self.softcap)
-        return dict(zip(names, values, strict=True))
+def _options(bias: Any, sinks: Any, arrays: Any, window: Any, softcap: Any) -> dict[str, Any]:
+    """Return modifications by name, given the operator arguments that `_plain` has made."""
+    names = (*WITH_GRADIENT, *_ARRAYS, *_NUMBERS)
+    return dict(zip(names, (bias, sinks, *arrays, tuple(window), softcap), strict=True))
 
 
 class _Operator(NamedTuple):
@@ -592,8 +562,8 @@ class _Operator(NamedTuple):
 
         # Without this check, an operator drops the tangents of tensors that require no gradient.
         def without_tangents(keyset: Any, *values: Any) -> Any:
-            given = _Values.of(values)
-            tensors = (*given.inputs, *given.arrays)
+            q, k, v, bias, sinks, arrays, *_ = values
+            tensors = (q, k, v, bias, sinks, *arrays)
             for name, tensor in zip(_WITH_TANGENTS, tensors, strict=True):
                 if tensor is not None and has_tangent(tensor):
                     raise NotImplementedError(f"{name} {NO_FORWARD_MODE}")
@@ -614,9 +584,10 @@ class _Operator(NamedTuple):
 
     def _call(self, values: tuple[Any, ...]) -> tuple[DifferentiableCall, tuple[Any, ...]]:
         """Return the call that an operator's arguments describe, and its inputs."""
-        given = _Values.of(values)
-        call, others = self.of_plain(*given.others, given.modifications)
-        return call, (given.q, given.k, given.v, *others)
+        q, k, v, bias, sinks, arrays, window, softcap, *others = values
+        modifications = _options(bias, sinks, arrays, window, softcap)
+        call, inputs = self.of_plain(*others, modifications)
+        return call, (q, k, v, *inputs)
 
     def run(self, *values: Any) -> tuple[Any, Any]:
         """Compute attention; return out and lse."""
@@ -626,11 +597,10 @@ class _Operator(NamedTuple):
 
     def run_fake(self, *values: Any) -> tuple[Any, Any]:
         """Return empty tensors with the shapes of out and lse."""
-        given = _Values.of(values)
-        q = given.q
+        q, _, v, _bias, _sinks, _arrays, _window, _softcap, *others = values
         accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
-        out = q.new_empty((*q.shape[:-1], given.v.shape[-1]))
-        return out, q.new_empty(self.lse_shape(q, *given.others), dtype=accumulator)
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        return out, q.new_empty(self.lse_shape(q, *others), dtype=accumulator)
 
     def gradients(
         self, dout: Any, dlse: Any, out: Any, lse: Any, needed: list[bool], *values: Any
@@ -644,7 +614,8 @@ class _Operator(NamedTuple):
         self, dout: Any, dlse: Any, out: Any, lse: Any, needed: list[bool], *values: Any
     ) -> list[Any]:
         """Return empty tensors with the shapes of these gradients."""
-        inputs = [x for x in _Values.of(values).inputs if x is not None]
+        q, k, v, bias, sinks, *_ = values
+        inputs = [x for x in (q, k, v, bias, sinks) if x is not None]
         return [x.new_empty(x.shape) for x, n in zip(inputs, needed, strict=True) if n]
 
     def backward(self, ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
@@ -670,11 +641,10 @@ _SAVED = object()
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
-    given = _Values.of(inputs)
-    constants = (given.window, given.softcap, *given.others)
-    lengths = [x for x in constants if isinstance(x, Tensor)]
-    ctx.values = [_SAVED if isinstance(x, Tensor) else x for x in constants]
-    ctx.save_for_backward(*given.inputs, *output, *given.arrays, *lengths)
+    q, k, v, bias, sinks, arrays, *others = inputs
+    lengths = [x for x in others if isinstance(x, Tensor)]
+    ctx.values = [_SAVED if isinstance(x, Tensor) else x for x in others]
+    ctx.save_for_backward(q, k, v, bias, sinks, *output, *arrays, *lengths)
     ctx.set_materialize_grads(False)
 
 

@@ -20,9 +20,7 @@ from cupy_flash.arrays.kinds import (
     result_converter,
     vector,
 )
-from cupy_flash.arrays.strided import (
-    kind_of,
-)
+from cupy_flash.arrays.strided import kind_of
 from cupy_flash.calls.check.modifications import (
     NO_USER_MODS,
     ModificationKey,
@@ -102,6 +100,29 @@ class Arguments(NamedTuple):
         """Arrays of modifications, which `append_arrays` has appended."""
         return self[_FIXED:]
 
+    def written(self, options: Options) -> dict[str, Any]:
+        """Return the arrays that a call writes: out, then the caches and scales of an append."""
+        written = {"out": self.out}
+        if options.kind == "kvcache" and self.k is not None:
+            names = IN_PLACE if options.compute_scales else CACHES
+            written |= {name: getattr(self, name) for name in names}
+        return written
+
+    def require_given(self, options: Options) -> None:
+        """Raise TypeError if an array is None that calls of this kind need.
+
+        Raise ValueError if values are given although `head_dim_v` says that the keys hold them.
+        """
+        in_keys = options.head_dim_v is not None
+        for name in _REQUIRED[options.kind]:
+            if getattr(self, name) is None and not (in_keys and name in _VALUE_ARGUMENTS):
+                raise TypeError(f"{no_array(name, None)}{_HINTS.get(name, '')}")
+        for name in _VALUE_ARGUMENTS if in_keys else ():
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} is given, but with head_dim_v k_cache holds the values; pass only one"
+                )
+
     def parts_of_qkv(self, layout: str) -> Arguments:
         """Return the arguments with q, k and v as views of qkv, if qkv is given.
 
@@ -118,6 +139,13 @@ class Arguments(NamedTuple):
 
 
 _FIXED = len(Arguments._fields)
+
+
+def call_arrays(arguments: Any) -> dict[str, Any]:
+    """Return the given arrays of a record by name, without those of modifications."""
+    count = len(arguments) - len(arguments.modification_arrays)
+    names = arguments._fields[:count]
+    return {n: x for n, x in zip(names, arguments, strict=False) if x is not None}
 
 
 def append_arrays(arguments: Any, names: tuple[str, ...], arrays: tuple[Any, ...]) -> Any:
@@ -215,22 +243,6 @@ _HINTS = {
 }
 # Arrays that must be None if the keys hold the values.
 _VALUE_ARGUMENTS = ("v_cache", "v", "v_scale")
-
-
-def require_given(arguments: Arguments, options: Options) -> None:
-    """Raise TypeError if an array is None that calls of this kind need.
-
-    Raise ValueError if values are given although `head_dim_v` says that the keys hold the values.
-    """
-    in_keys = options.head_dim_v is not None
-    for name in _REQUIRED[options.kind]:
-        if getattr(arguments, name) is None and not (in_keys and name in _VALUE_ARGUMENTS):
-            raise TypeError(f"{no_array(name, None)}{_HINTS.get(name, '')}")
-    for name in _VALUE_ARGUMENTS if in_keys else ():
-        if getattr(arguments, name) is not None:
-            raise ValueError(
-                f"{name} is given, but with head_dim_v k_cache holds the values; pass only one"
-            )
 
 
 def require_arrays(arguments: Any, names: Iterable[str]) -> None:

@@ -18,7 +18,7 @@ from cupy_flash.arrays.strided import (
     to_bshd,
     with_one_batch_axis,
 )
-from cupy_flash.calls.arguments import Arguments, append_arrays
+from cupy_flash.calls.arguments import Arguments, append_arrays, require_arrays
 from cupy_flash.calls.check.problems import CheckedCall, check_call, lse_shape
 from cupy_flash.calls.gpu.allocate import ResultSpec
 from cupy_flash.calls.options import Options
@@ -48,6 +48,14 @@ class GradientArguments(NamedTuple):
     def key_arrays(self, options: Options) -> tuple[Any, ...]:
         """Return all arrays: backward calls of every kind have the same."""
         return self
+
+    def written(self, options: Options) -> dict[str, Any]:
+        """Return the arrays that the gradients of q, k and v are written to."""
+        return {"dq": self.dq, "dk": self.dk, "dv": self.dv}
+
+    def require_given(self, options: Options) -> None:
+        """Raise TypeError if an array is None that calls need."""
+        require_arrays(self, _REQUIRED)
 
     @property
     def like(self) -> Any:
@@ -94,6 +102,7 @@ def in_field_order(
 
 
 WRITTEN = ("dq", "dk", "dv")
+_REQUIRED = ("q", "k", "v", "out", "dout", "lse")
 _OTHERS = ("dout", "out")
 
 

@@ -27,19 +27,17 @@ from cupy_flash.calls.arguments import (
 )
 from cupy_flash.calls.backends import require_backend
 from cupy_flash.calls.backward_arguments import (
-    WRITTEN,
     GradientArguments,
     require_grad_dtype,
 )
-from cupy_flash.calls.check.modifications import UserMods
-from cupy_flash.calls.dispatch import Direction, as_planned, compute, plan_of, run
+from cupy_flash.calls.dispatch import Computation, as_planned, plan_of, run
 from cupy_flash.calls.gpu.backward import GRADIENTS
 from cupy_flash.calls.host import backward as host_backward
 from cupy_flash.calls.options import Options
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.gradient import OF_MOD, ROWS
 
-_REQUIRED = ("q", "k", "v", "out", "dout", "lse")
+_GRADIENTS = Computation(GRADIENTS, host_backward)
 # Name of the array that holds queries, keys and values.
 QKV = "qkv"
 
@@ -109,40 +107,8 @@ def gradients(
 ) -> tuple[Any, ...]:
     """Return the result of a public function that computes gradients."""
     require_grad_dtype(options.grad_dtype)
-    results = run(_BACKWARD, arguments, options, backend, 0, modifications)
+    results = run(_GRADIENTS, arguments, options, backend, 0, modifications)
     return _as_inputs(results, modifications, options)
-
-
-def _gradients_of_any(
-    arguments: GradientArguments, options: Options, backend: str, keys: int, user_mods: UserMods
-) -> tuple[Any, ...]:
-    """Compute gradients of arrays of any library."""
-    assert options.wrt is not None
-    _require_given(arguments, options)
-    return compute(
-        GRADIENTS,
-        host_backward.backward,
-        arguments,
-        options,
-        [f"d{name}" for name in options.wrt],
-        _written(arguments, options),
-        backend,
-        keys,
-        user_mods,
-    )
-
-
-def _require_given(arguments: GradientArguments, _: Options) -> None:
-    require_arrays(arguments, _REQUIRED)
-
-
-def _written(arguments: GradientArguments, _: Options) -> dict[str, Any]:
-    return {"dq": arguments.dq, "dk": arguments.dk, "dv": arguments.dv}
-
-
-_BACKWARD = Direction(
-    *(GRADIENTS, host_backward, _gradients_of_any, _require_given, _written, GradientArguments)
-)
 
 
 def _as_inputs(
@@ -248,7 +214,7 @@ def plan(
     If out, dout or lse is None, a contiguous array is assumed.
     """
     require_arrays(arguments, ROWS)
-    arguments, options = as_planned(arguments, options, modifications, WRITTEN)
+    arguments, options = as_planned(arguments, options, modifications)
     q, v = arguments.q, arguments.v
     is_packed = options.kind == "varlen"
     for name, array in (("q", q), ("v", v)):
@@ -265,4 +231,4 @@ def plan(
     missing = {name: x for name, x in assumed.items() if getattr(arguments, name) is None}
     arguments = arguments._replace(**missing)
     require_backend(backend)
-    return plan_of(_BACKWARD, arguments, options, backend, arch)
+    return plan_of(_GRADIENTS, arguments, options, backend, arch)

@@ -35,6 +35,10 @@ class Partials(NamedTuple):
         """Array that determines the array type of the results."""
         return self.out_partial
 
+    def written(self, options: None) -> dict[str, Any]:
+        """Return the arrays that a merge writes."""
+        return {"out": self.out}
+
     def key_arrays(self, options: None) -> Partials:
         """Return all arrays, which are part of the call key."""
         return self

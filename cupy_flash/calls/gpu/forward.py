@@ -16,7 +16,7 @@ from cupy_flash.arrays.strided import (
     readable_in_place,
     spec_of,
 )
-from cupy_flash.calls.arguments import IN_PLACE, Arguments, require_given, written_arrays
+from cupy_flash.calls.arguments import IN_PLACE, Arguments, written_arrays
 from cupy_flash.calls.check.lengths import LengthLimit, length_limits, require_length
 from cupy_flash.calls.check.modifications import UserMods, packed_arguments
 from cupy_flash.calls.check.problems import check_call, lse_shape
@@ -175,7 +175,7 @@ class Call:
 
 def readable(arguments: Arguments, options: Options) -> Arguments:
     """Return the arrays, with copies of those that kernels cannot read in place."""
-    require_given(arguments, options)
+    arguments.require_given(options)
     arguments = converted(arguments, options)
     copied = {
         name: readable_in_place(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,24 +19,26 @@ from cupy_flash.calls.backward_arguments import (
 from cupy_flash.calls.check.lengths import check_contents
 from cupy_flash.calls.check.modifications import UserMods
 from cupy_flash.calls.conversions import converted
-from cupy_flash.calls.gpu import prepared_calls
 from cupy_flash.calls.gpu.backward import GRADIENTS
 from cupy_flash.calls.host.forward import (
+    CallInfo,
+    ModArrays,
     bound_modifications,
-    gpu_of,
+    call_key,
+    find_call,
     is_plain,
     require_writable,
+    run_on_gpu,
     runs_on_gpu,
     scale_in,
-    upload_order,
 )
 from cupy_flash.calls.options import Options
 from cupy_flash.cpu.backward import gradients as cpu_backward
-from cupy_flash.cpu.backward.untiled import SmallGradients, small_gradients
+from cupy_flash.cpu.backward.untiled import small_gradients
 from cupy_flash.cpu.plan import make_cpu_plan
 from cupy_flash.families import FAMILIES
 from cupy_flash.families.schedule import Schedule
-from cupy_flash.gpu.environment import cupy_module, gpu_unavailable
+from cupy_flash.gpu.environment import gpu_unavailable
 from cupy_flash.planning.planner import Plan, tile_fields
 from cupy_flash.problem.gradient import ROWS
 from cupy_flash.problem.problem import Problem
@@ -45,13 +47,10 @@ from cupy_flash.problem.tile import Tile
 _ROWS = (*ROWS, "out", "dout")
 
 
-def backward(
+def compute(
     arguments: GradientArguments, options: Options, keys: int, backend: str, user_mods: UserMods
 ) -> tuple[np.ndarray, ...]:
-    """Return the gradients for NumPy arrays, in the order of `Options.wrt`.
-
-    The parameters are those of `host.forward.forward`.
-    """
+    """Return the gradients for NumPy arrays, in the order of `Options.wrt`."""
     assert options.wrt is not None
     # Dense calls without modifications have no arrays that may need a conversion.
     has_no_lengths = options.kind == "dense" and options.mod_key is None
@@ -60,7 +59,8 @@ def backward(
     out = readable_in_place(arguments.out, one_batch=options.is_dense)
     if out is not arguments.out:
         arguments = arguments._replace(out=out)
-    (problem, tile, *_), mod_arrays = _call_info(arguments, options, backend)
+    call, mod_arrays = find_call(_calls, _check, arguments, options, backend)
+    problem = call.problem
     if not has_no_lengths:
         check_contents(arguments.forward, options, problem, keys)
     results, are_given = {}, False
@@ -74,10 +74,12 @@ def backward(
         results[name] = result
     if are_given:
         require_no_overlap(arguments._fields, arguments, WRITTEN)
-    if tile is None:
-        _on_gpu(arguments, results, options, user_mods)
+    if call.goes_to_gpu:
+        gradients = run_on_gpu(GRADIENTS, arguments, options, user_mods, WRITTEN)
+        for result, gradient in zip(results.values(), gradients, strict=True):
+            result[...] = gradient
     else:
-        _on_cpu(arguments, results, options, user_mods, problem, tile, mod_arrays)
+        _on_cpu(arguments, results, options, user_mods, call, mod_arrays)
     return tuple(results.values())
 
 
@@ -86,14 +88,14 @@ def repeated(
 ) -> tuple[np.ndarray, ...] | None:
     """Compute a small call without modifications if a call with the same call key was made before.
 
-    The earlier call has passed all checks. Returns None if `backward` has to compute the call.
+    The earlier call has passed all checks. Returns None if `compute` has to compute the call.
     """
     for array in arguments:
         if array is not None and array.__class__ is not np.ndarray:
             return None
     if not arguments.dq is arguments.dk is arguments.dv is None:
         return None
-    call = _calls.get(_key_of(arguments, options, backend))
+    call = _calls.get(call_key(arguments, options, backend))
     if call is None or call.small is None:
         return None
     q, k, v, out, dout, lse, dlse, *_ = arguments
@@ -106,58 +108,23 @@ def repeated(
     return tuple(results.values()) if done else None
 
 
-class _CallInfo(NamedTuple):
-    """Results of the checks, common to all calls with the same shapes, strides, dtypes and options.
-
-    Attributes
-    ----------
-    tile
-        Tile of the CPU backend; None if a GPU computes the call.
-    small
-        Parameters for computing the call by the plain formula on the CPU; None if not applicable.
-    scale
-        Factor on the scores of such a call, in the dtype of q.
-    """
-
-    problem: Problem
-    tile: Tile | None
-    small: SmallGradients | None = None
-    scale: Any = None
+_calls: dict[Any, CallInfo] = {}
 
 
-# Maximum number of entries in `_calls`; see `forward.py`.
-_MAX_CALLS = 1024
-_calls: dict[Any, _CallInfo] = {}
-
-
-def _call_info(
+def _check(
     arguments: GradientArguments, options: Options, backend: str
-) -> tuple[_CallInfo, dict[str, Any] | None]:
-    """Return the `_CallInfo` of a call, and the arrays of its modifications if they were checked.
-
-    They are checked for a new `_CallInfo`, which takes 250 us, longer than a small call itself.
-    """
-    key = _key_of(arguments, options, backend)
-    info, mod_arrays = _calls.get(key), None
-    if info is None:
-        problem, mod_arrays = check_gradient_call(arguments, options)
-        goes_to_gpu = runs_on_gpu(problem, options, backend)
-        tile = None if goes_to_gpu else tile_of(problem, options)
-        info = _CallInfo(problem, tile)
-        if tile is not None and _has_plain_gradients(arguments, options):
-            q, k, v, *_ = arguments
-            causal, q_offset = problem.causal, problem.q_offset
-            small = small_gradients(q.shape, k.shape, v.shape[3], causal, q_offset, tile)
-            info = info._replace(small=small, scale=scale_in(q.dtype, problem))
-        if len(_calls) >= _MAX_CALLS:
-            _calls.clear()
-        _calls[key] = info
+) -> tuple[CallInfo, ModArrays]:
+    problem, mod_arrays = check_gradient_call(arguments, options)
+    if runs_on_gpu(problem, options, backend):
+        return CallInfo(problem, True, None), mod_arrays
+    tile = tile_of(problem, options)
+    info = CallInfo(problem, False, tile)
+    if _has_plain_gradients(arguments, options):
+        q, k, v, *_ = arguments
+        causal, q_offset = problem.causal, problem.q_offset
+        small = small_gradients(q.shape, k.shape, v.shape[3], causal, q_offset, tile)
+        info = info._replace(small=small, scale=scale_in(q.dtype, problem))
     return info, mod_arrays
-
-
-def _key_of(arguments: GradientArguments, options: Options, backend: str) -> tuple[Any, ...]:
-    array_keys = tuple([None if x is None else (x.shape, x.strides, x.dtype) for x in arguments])
-    return arguments.__class__, array_keys, options, backend, gpu_of(backend)
 
 
 def _has_plain_gradients(arguments: GradientArguments, options: Options) -> bool:
@@ -200,32 +167,16 @@ def plan_of(problem: Problem, options: Options) -> Plan:
     )
 
 
-def _on_gpu(
-    arguments: GradientArguments,
-    results: dict[str, np.ndarray],
-    options: Options,
-    user_mods: UserMods,
-) -> None:
-    """Compute gradients on a GPU from copies of the arrays, and write them to `results`."""
-    cupy = cupy_module()
-    order = upload_order(options)
-    arguments = arguments._replace(**dict.fromkeys(WRITTEN))
-    uploaded = (None if x is None else cupy.asarray(x, order=order) for x in arguments)
-    given = type(arguments)(*uploaded)
-    gradients = prepared_calls.run(GRADIENTS, given, options, user_mods=user_mods)
-    for result, new in zip(results.values(), gradients, strict=True):
-        result[...] = cupy.asnumpy(new)
-
-
 def _on_cpu(
     arguments: GradientArguments,
     results: dict[str, np.ndarray],
     options: Options,
     user_mods: UserMods,
-    problem: Problem,
-    tile: Tile,
-    mod_arrays: dict[str, Any] | None,
+    call: CallInfo,
+    mod_arrays: ModArrays,
 ) -> None:
+    problem, tile = call.problem, call.tile
+    assert tile is not None
     bound_mods = None
     if options.mod_key is not None:
         bound_mods = bound_modifications(arguments, options, user_mods, problem, mod_arrays)

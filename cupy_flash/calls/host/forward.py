@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -15,7 +15,6 @@ from cupy_flash.arrays.strided import dtype_name, to_bshd
 from cupy_flash.calls.arguments import (
     FLOAT8_SCALES,
     Arguments,
-    require_given,
     written_arrays,
 )
 from cupy_flash.calls.backends import cpu_tile, host_runs_on_gpu
@@ -30,11 +29,12 @@ from cupy_flash.calls.check.problems import check_call, lse_shape, sizes_of
 from cupy_flash.calls.conversions import converted
 from cupy_flash.calls.gpu import prepared_calls
 from cupy_flash.calls.gpu.forward import ATTENTION
+from cupy_flash.calls.gpu.prepared_calls import Operation
 from cupy_flash.calls.options import Options
 from cupy_flash.cpu import forward as cpu_forward
 from cupy_flash.cpu import varlen
 from cupy_flash.cpu.plan import make_cpu_plan
-from cupy_flash.cpu.untiled import SmallCall, small_call_of
+from cupy_flash.cpu.untiled import small_call_of
 from cupy_flash.gpu.environment import cupy_module, current_device, gpu_unavailable
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.planning import tuning
@@ -44,7 +44,7 @@ from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
 
 
-def forward(
+def compute(
     arguments: Arguments,
     options: Options,
     keys: int,
@@ -56,8 +56,8 @@ def forward(
     has_no_lengths = options.kind == "dense" and options.mod_key is None
     if not has_no_lengths:
         arguments = converted(arguments, options)
-    call, mod_arrays = _call_info(arguments, options, backend)
-    problem, goes_to_gpu, *_ = call
+    call, mod_arrays = find_call(_calls, _check, arguments, options, backend)
+    problem = call.problem
     lengths = check_contents(arguments, options, problem, keys)
     out = arguments.out
     if out is not None or (not has_no_lengths and problem.layout.appends):
@@ -68,10 +68,10 @@ def forward(
         require_no_overlap(arguments._fields, arguments, written)
     if out is None:
         shape = (*arguments.q.shape[:-1], problem.head_dim_v)
-        out = np.empty(shape, call.out_dtype)
+        out = np.empty(shape, problem.out_dtype)
     if lengths is not None:
         arguments = _appended(arguments, lengths, options, call)
-    if goes_to_gpu:
+    if call.goes_to_gpu:
         # The append above has computed the scales of new rows already.
         return _on_gpu(arguments, out, options._replace(compute_scales=False), user_mods)
     lse = None
@@ -87,23 +87,21 @@ def repeated(
     """Compute a small call without modifications if a call with the same call key was made before.
 
     The earlier call has passed all checks, which take 10 us; computing such a call takes 10 to 100.
-    Returns None if `forward` has to compute the call.
+    Returns None if `compute` has to compute the call.
     """
     q, k, v = arguments.q, arguments.k, arguments.v
     if not (q.__class__ is k.__class__ is v.__class__ is np.ndarray) or arguments.out is not None:
         return None
-    call = _calls.get(_key_of(arguments, options, backend))
+    call = _calls.get(call_key(arguments, options, backend))
     if call is None or call.small is None:
         return None
-    out = np.empty((*q.shape[:3], v.shape[3]), call.out_dtype)
-    lse = None
-    if options.return_lse:
-        lse = np.empty(call.problem.lse_shape, call.out_dtype)
+    out = np.empty((*q.shape[:3], v.shape[3]), q.dtype)
+    lse = np.empty(call.problem.lse_shape, q.dtype) if options.return_lse else None
     done = cpu_forward.forward_at_once(q, k, v, out, lse, call.small, call.scale, bound_mods=None)
     return (out, lse) if done else None
 
 
-class _CallInfo(NamedTuple):
+class CallInfo(NamedTuple):
     """Results of the checks, common to all calls with the same shapes, strides, dtypes and options.
 
     Attributes
@@ -111,8 +109,6 @@ class _CallInfo(NamedTuple):
     tile
         Tile of the CPU backend; None if a GPU computes the call or each group of sequences has its
         own tile.
-    out_dtype
-        Dtype of a newly allocated output.
     small
         Parameters for computing the call in one step on the CPU; None if not applicable.
     scale
@@ -122,38 +118,46 @@ class _CallInfo(NamedTuple):
     problem: Problem
     goes_to_gpu: bool
     tile: Tile | None
-    out_dtype: np.dtype[Any]
-    small: SmallCall | None = None
+    small: Any = None
     scale: Any = None
 
 
+# Arrays of the modifications of a call from `canonical`; None if they have not been checked yet.
+ModArrays = Mapping[str, Any] | None
+
 # Maximum number of entries in `_calls`, whose role is that of `_calls` in `prepared_calls`.
 _MAX_CALLS = 1024
-_calls: dict[Any, _CallInfo] = {}
+_calls: dict[Any, CallInfo] = {}
 
 
-def _call_info(
-    arguments: Arguments, options: Options, backend: str
-) -> tuple[_CallInfo, dict[str, Any] | None]:
-    """Return the `_CallInfo` of a call, and the arrays of its modifications if they were checked.
-
-    They are checked for a new `_CallInfo`, which takes 70 us, longer than a small call itself.
-    """
-    key = _key_of(arguments, options, backend)
-    info, mod_arrays = _calls.get(key), None
+def find_call(
+    known: dict[Any, CallInfo],
+    check: Callable[[Any, Options, str], tuple[CallInfo, ModArrays]],
+    arguments: Any,
+    options: Options,
+    backend: str,
+) -> tuple[CallInfo, ModArrays]:
+    """Return the known `CallInfo` of a call, or that of `check`, which takes 70 to 250 us."""
+    key = call_key(arguments, options, backend)
+    info, mod_arrays = known.get(key), None
     if info is None:
-        require_given(arguments, options)
-        problem, mod_arrays = check_call(arguments, options)
-        goes_to_gpu = runs_on_gpu(problem, options, backend)
-        tile = None if goes_to_gpu else requested_tile(problem, options)
-        info = _CallInfo(problem, goes_to_gpu, tile, np.dtype(problem.out_dtype))
-        if tile is not None and is_plain(arguments, options):
-            q, k, v = arguments.q, arguments.k, arguments.v
-            small = small_call_of(q, k, v, problem.causal, problem.q_offset, tile)
-            info = info._replace(small=small, scale=scale_in(q.dtype, problem))
-        if len(_calls) >= _MAX_CALLS:
-            _calls.clear()
-        _calls[key] = info
+        info, mod_arrays = check(arguments, options, backend)
+        if len(known) >= _MAX_CALLS:
+            known.clear()
+        known[key] = info
+    return info, mod_arrays
+
+
+def _check(arguments: Arguments, options: Options, backend: str) -> tuple[CallInfo, ModArrays]:
+    arguments.require_given(options)
+    problem, mod_arrays = check_call(arguments, options)
+    if runs_on_gpu(problem, options, backend):
+        return CallInfo(problem, True, None), mod_arrays
+    info = CallInfo(problem, False, requested_tile(problem, options))
+    if info.tile is not None and is_plain(arguments, options):
+        q, k, v = arguments.q, arguments.k, arguments.v
+        small = small_call_of(q, k, v, problem.causal, problem.q_offset, info.tile)
+        info = info._replace(small=small, scale=scale_in(q.dtype, problem))
     return info, mod_arrays
 
 
@@ -163,7 +167,8 @@ def scale_in(dtype: np.dtype[Any], problem: Problem) -> Any:
     return dtype.type(problem.softmax_scale)
 
 
-def _key_of(arguments: Arguments, options: Options, backend: str) -> tuple[Any, ...]:
+def call_key(arguments: Any, options: Options, backend: str) -> tuple[Any, ...]:
+    """Return the key of the `CallInfo` of a call."""
     given = arguments.key_arrays(options)
     array_keys = tuple([None if x is None else (x.shape, x.strides, x.dtype) for x in given])
     return array_keys, options, backend, gpu_of(backend), tuning.generation()
@@ -197,19 +202,9 @@ def bound_modifications(
     options: Options,
     user_mods: UserMods,
     problem: Problem,
-    mod_arrays: Mapping[str, Any] | None,
+    mod_arrays: ModArrays,
 ) -> BoundModifications:
-    """Return the modifications of a call as the CPU backend takes them.
-
-    Parameters
-    ----------
-    arguments
-        `Arguments` or `GradientArguments` of the call, whose contents have been checked.
-    options, user_mods, problem
-        Options, user functions and problem of the call.
-    mod_arrays
-        Arrays of the modifications from `canonical`; None if they have not been checked yet.
-    """
+    """Return the modifications as the CPU backend takes them, for checked contents of arrays."""
     assert options.mod_key is not None
     if mod_arrays is None:
         sizes = sizes_of(problem, options)
@@ -257,17 +252,25 @@ def upload_order(options: Options) -> Literal["K", "C"]:
 def _on_gpu(
     arguments: Arguments, out: np.ndarray, options: Options, user_mods: UserMods
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Compute attention on a GPU from copies of the arrays."""
-    cupy = cupy_module()
-    arguments = arguments._replace(out=None)
-    order = upload_order(options)
-    uploaded = (None if x is None else _uploaded(x, order) for x in arguments)
     if dtype_name(arguments.q) == FLOAT8:
         options = options._replace(out_dtype=dtype_name(out))
-    given = type(arguments)(*uploaded)
-    result, lse = prepared_calls.run(ATTENTION, given, options, user_mods=user_mods)
-    out[...] = cupy.asnumpy(result)
-    return out, None if lse is None else cupy.asnumpy(lse)
+    out[...], lse = run_on_gpu(ATTENTION, arguments, options, user_mods, ("out",))
+    return out, lse
+
+
+def run_on_gpu(
+    operation: Operation,
+    arguments: Any,
+    options: Options,
+    user_mods: UserMods,
+    written: tuple[str, ...],
+) -> list[Any]:
+    """Return the results of an operation on a GPU for copies of the arrays, except the written."""
+    order = upload_order(options)
+    arguments = arguments._replace(**dict.fromkeys(written))
+    uploaded = type(arguments)(*(None if x is None else _uploaded(x, order) for x in arguments))
+    results = prepared_calls.run(operation, uploaded, options, user_mods=user_mods)
+    return [None if x is None else cupy_module().asnumpy(x) for x in results]
 
 
 def _uploaded(array: np.ndarray, order: Literal["K", "C"]) -> Any:
@@ -284,8 +287,8 @@ def _on_cpu(
     lse: np.ndarray | None,
     options: Options,
     user_mods: UserMods,
-    call: _CallInfo,
-    mod_arrays: dict[str, Any] | None,
+    call: CallInfo,
+    mod_arrays: ModArrays,
 ) -> None:
     problem, tile = call.problem, call.tile
     bound_mods = None
@@ -351,7 +354,7 @@ def _scales(arguments: Arguments, problem: Problem) -> varlen.CacheScales | None
 
 
 def _appended(
-    arguments: Arguments, lengths: np.ndarray, options: Options, call: _CallInfo
+    arguments: Arguments, lengths: np.ndarray, options: Options, call: CallInfo
 ) -> Arguments:
     """Append new rows to the cache; return the arguments of attention, with the new lengths."""
     problem = call.problem

@@ -387,7 +387,7 @@ def compute_on_host(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def run(_: Any, arguments: Arguments, options: Options, *, user_mods: UserMods) -> Any:
         uploads.append(arguments)
-        return host_forward.forward(arguments, options, 0, "cpu", user_mods)
+        return host_forward.compute(arguments, options, 0, "cpu", user_mods)
 
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(host_forward, "_calls", {})

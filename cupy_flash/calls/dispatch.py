@@ -115,19 +115,22 @@ def run(
             arguments, modifications, backward=options.wrt is not None
         )
     options = plain_options(options)
-    results = convert = None
+    results = None
     # Fast paths of common calls, without the checks that arrays of these types always pass.
     if mod_key is None and arguments.q.__class__ is np.ndarray and options.kind == "dense":
         results = computation.host.repeated(arguments, options, backend)
     elif backend == "auto":
         like = arguments.qkv if options.kind == "qkvpacked" else arguments.q
-        call = (computation.operation, arguments, options, keys)
         if is_cupy_type(like.__class__):
-            results = prepared_calls.run(*call, True, user_mods, mod_key)
+            results = prepared_calls.run(
+                computation.operation, arguments, options, keys, True, user_mods, mod_key
+            )
         elif is_torch_on_gpu(*arguments.key_arrays(options)):
             arguments.require_given(options)
             with kinds.on_torch_stream("q" if like is arguments.q else "qkv", like):
-                results = prepared_calls.run(*call, False, user_mods, mod_key)
+                results = prepared_calls.run(
+                    computation.operation, arguments, options, keys, False, user_mods, mod_key
+                )
                 count_writes(*arguments.written(options).values())
                 return tuple(map(as_tensor, results))
         elif computation is _ATTENTION and mod_key is None:
@@ -138,6 +141,7 @@ def run(
         options = options.with_mod_key(mod_key)
     require_backend(backend)
     arguments.require_given(options)
+    convert = None
     if options.kind == "qkvpacked":
         if arguments.qkv.__class__ is not np.ndarray:
             # NumPy and CuPy slice without a copy. JAX copies, and DLPack itself defines no slices.

@@ -17,8 +17,8 @@ from cupy_flash.arrays.strided import (
     is_aligned,
     readable_in_place,
 )
-from cupy_flash.calls.arguments import INT32
-from cupy_flash.calls.options import Options
+from cupy_flash.calls.arguments import INT32, call_arrays
+from cupy_flash.calls.options import DENSE_KINDS, Options
 from cupy_flash.mods.keywords import ARRAYS, VECTORS
 
 _CONVERTED = INT32.union(ARRAYS)
@@ -85,6 +85,30 @@ def converted(arrays: Any, options: Options | None = None) -> Any:
     return arrays._replace(
         **{name: _copy(name, getattr(arrays, name), *spec) for name, spec in wanted.items()}
     )
+
+
+def readable_copies(arguments: Any, options: Options, in_place: tuple[str, ...]) -> dict[str, Any]:
+    """Return the arrays of a call by name, with copies of those that kernels cannot read in place.
+
+    The result excludes the arrays of modifications, and those named `in_place`.
+    """
+    return {
+        name: readable_in_place(
+            array, one_batch=options.kind in DENSE_KINDS, inner=4 if name == "qkv" else 3
+        )
+        for name, array in call_arrays(arguments).items()
+        if name not in in_place
+    }
+
+
+def contiguous_copies(arrays: Any, *names: str) -> dict[str, Any]:
+    """Return copies of those of these arrays on a GPU that are not contiguous or not aligned."""
+    given = {name: as_cupy(getattr(arrays, name)) for name in names}
+    return {
+        name: array_module(array).ascontiguousarray(readable_in_place(array))
+        for name, array in given.items()
+        if array is not None and not (array.flags.c_contiguous and is_aligned(array))
+    }
 
 
 def _copy(name: str, given: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from cupy_flash.arrays.overlap import OverlapCheck
+from cupy_flash.arrays.overlap import OverlapCheck, require_no_overlap
 from cupy_flash.arrays.strided import (
     address_of,
     as_cupy,
     dtype_name,
-    readable_in_place,
     spec_of,
 )
 from cupy_flash.calls.arguments import IN_PLACE, Arguments, written_arrays
 from cupy_flash.calls.check.lengths import LengthLimit, length_limits, require_length
 from cupy_flash.calls.check.modifications import UserMods, packed_arguments
 from cupy_flash.calls.check.problems import check_call, lse_shape
-from cupy_flash.calls.conversions import converted
+from cupy_flash.calls.conversions import converted, readable_copies
 from cupy_flash.calls.gpu.allocate import (
     MemoryAllocator,
     ResultAllocator,
@@ -29,7 +29,7 @@ from cupy_flash.calls.gpu.allocate import (
 )
 from cupy_flash.calls.gpu.block_masks import block_mask_spec, ready_block_mask
 from cupy_flash.calls.gpu.prepared_calls import Context, Operation
-from cupy_flash.calls.options import DENSE_KINDS, Options
+from cupy_flash.calls.options import Options
 from cupy_flash.families.params import params_dtype
 from cupy_flash.gpu import append
 from cupy_flash.gpu.block_masks import BlockMaskKey
@@ -177,13 +177,7 @@ def readable(arguments: Arguments, options: Options) -> Arguments:
     """Return the arrays, with copies of those that kernels cannot read in place."""
     arguments.require_given(options)
     arguments = converted(arguments, options)
-    copied = {
-        name: readable_in_place(
-            array, one_batch=options.kind in DENSE_KINDS, inner=4 if name == "qkv" else 3
-        )
-        for name, array in zip(arguments._fields, arguments, strict=True)
-        if array is not None and name in Arguments._fields and name not in (*IN_PLACE, "out")
-    }
+    copied = readable_copies(arguments, options, (*IN_PLACE, "out"))
     cos, sin = (as_cupy(copied.get(name)) for name in ("rotary_cos", "rotary_sin"))
     if cos is not None and sin is not None and cos.strides[0] != sin.strides[0]:
         # The append kernel takes one row stride for both tables.
@@ -199,10 +193,8 @@ def prepare(arguments: Arguments, options: Options, context: Context) -> Call:
     layout, q = problem.layout, arguments.q
     is_kvcache = options.kind == "kvcache"
     limits = length_limits(arguments, problem) if is_kvcache else ()
-    written = written_arrays(problem)
-    overlap_check = OverlapCheck(fields, given, written)
     # Overlapping arrays are refused before anything is compiled.
-    overlap_check.check(tuple(0 if array is None else address_of(array) for array in given))
+    overlap_check = require_no_overlap(fields, given, written_arrays(problem))
     plan = make_plan(
         problem, context.device, family=options.family, tile=options.tile, explain=False
     )
@@ -222,13 +214,7 @@ def prepare(arguments: Arguments, options: Options, context: Context) -> Call:
     spec = block_mask_spec(plan)
     parts, map_name = _PARTS_OF_QKV if qkv is not None else (), (_MAP,) if spec else ()
     names = (*fields, *_VALUES, *parts, *map_name, *scratch_offsets)
-    sources, maps = _sources(arguments, plan), plan.schedule.tensor_maps
-    fixed = fixed_fields(plan)
-    if options.mod_key is not None:
-        fixed["mods"], captured = packed_arguments(
-            options.mod_key, mod_arrays, problem.dtype, problem.softmax_scale
-        )
-        sources |= {f"mods.{name}.data": name for name in captured}
+    fixed, sources = {}, _sources(arguments, plan)
     block_mask_key = None
     if spec is not None:
         assert context.user_mods.mask_mod is not None
@@ -255,11 +241,7 @@ def prepare(arguments: Arguments, options: Options, context: Context) -> Call:
         scratch=memory_allocator(scratch, uses_torch=context.uses_torch),
         launches=None
         if has_no_keys
-        else Launches(
-            plan,
-            PackedStruct(params_dtype(problem), fixed, sources, names),
-            TensorMaps(maps, names, sources) if maps else None,
-        ),
+        else loaded_launches(plan, options, mod_arrays, fixed, sources, names),
         qkv=None if qkv is None else (fields.index("qkv"), qkv.strides[-3]),
         fills_results=has_no_rows or (has_no_keys and not problem.is_empty),
         has_no_rows=has_no_rows,
@@ -277,6 +259,29 @@ def prepare(arguments: Arguments, options: Options, context: Context) -> Call:
 
 # Attention, after an append to the caches if there are new rows.
 ATTENTION = Operation(readable, prepare, check_call)
+
+
+def loaded_launches(
+    plan: Plan,
+    options: Options,
+    mod_arrays: Mapping[str, Any],
+    fixed: Mapping[str, Any],
+    sources: Mapping[str, str],
+    names: tuple[str, ...],
+) -> Launches:
+    """Compile and load the kernels of a plan; return their launches.
+
+    `fixed`, `sources` and `names` are the parameters of `PackedStruct`, without the fields that are
+    the same for all directions and those of modifications.
+    """
+    fixed, problem, maps = {**fixed_fields(plan), **fixed}, plan.problem, plan.schedule.tensor_maps
+    if options.mod_key is not None:
+        fixed["mods"], captured = packed_arguments(
+            options.mod_key, mod_arrays, problem.dtype, problem.softmax_scale
+        )
+        sources = {**sources, **{f"mods.{name}.data": name for name in captured}}
+    params = PackedStruct(params_dtype(problem), fixed, sources, names)
+    return Launches(plan, params, TensorMaps(maps, names, sources) if maps else None)
 
 
 def fixed_fields(plan: Plan) -> dict[str, Any]:

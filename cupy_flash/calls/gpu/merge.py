@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from cupy_flash.arrays.overlap import OverlapCheck
-from cupy_flash.arrays.strided import as_cupy, is_aligned, readable_in_place
+from cupy_flash.arrays.strided import readable_in_place
 from cupy_flash.calls.check.partials import Partials, spec_of_call
-from cupy_flash.calls.conversions import converted
+from cupy_flash.calls.conversions import contiguous_copies, converted
 from cupy_flash.calls.gpu.allocate import ResultAllocator, result_allocator
 from cupy_flash.calls.gpu.prepared_calls import Context, Operation
 from cupy_flash.gpu import combine
-from cupy_flash.gpu.environment import cupy_module
 
 # Names of the values that the struct is packed from: addresses of `Partials` and of the results.
 _NAMES = (*Partials._fields, "result", "lse")
@@ -40,11 +39,7 @@ class Call:
 def readable(partials: Partials, _: None) -> Partials:
     """Return the arrays, with copies of those that the kernel cannot read in place."""
     partials = converted(partials)
-    copied: dict[str, Any] = {}
-    for name in ("lse_partial", "sinks"):
-        array = as_cupy(getattr(partials, name))
-        if array is not None and not (array.flags.c_contiguous and is_aligned(array)):
-            copied[name] = cupy_module().ascontiguousarray(readable_in_place(array))
+    copied = contiguous_copies(partials, "lse_partial", "sinks")
     return partials._replace(out_partial=readable_in_place(partials.out_partial), **copied)
 
 

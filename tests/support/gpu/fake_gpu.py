@@ -16,7 +16,7 @@ import pytest
 from cupy_flash.arrays import jax_arrays, strided, torch_arrays
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.check.modifications import UserMods
-from cupy_flash.calls.gpu import allocate, merge, prepared_calls, torch_autograd
+from cupy_flash.calls.gpu import allocate, prepared_calls, torch_autograd
 from cupy_flash.calls.gpu import backward as gpu_backward
 from cupy_flash.calls.gpu import forward as gpu_forward
 from cupy_flash.calls.host import forward as host_forward
@@ -347,8 +347,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     for module in (
         prepared_calls,
         gpu_forward,
-        gpu_backward,
-        merge,
         torch_autograd,
         launch,
         allocate,
@@ -362,10 +360,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(prepared_calls, "device_for_id", lambda _: device_for_arch("sm_90"))
     for module in (gpu_forward, gpu_backward):
         monkeypatch.setattr(module, "shared", gpu.shared)
-    for module in (gpu_forward, gpu_backward):
-        monkeypatch.setattr(module, "TensorMaps", FakeTensorMaps)
-    for module in (launch, append, combine):
-        monkeypatch.setattr(module, "thread_arguments", lambda: gpu.arguments)
+    monkeypatch.setattr(gpu_forward, "TensorMaps", FakeTensorMaps)
+    monkeypatch.setattr(launch, "thread_arguments", lambda: gpu.arguments)
     monkeypatch.setattr(block_masks, "_streams", {})
     monkeypatch.setattr(block_masks, "ByValue", lambda memory: SimpleNamespace(pointer=memory))
     for module in (launch, append, combine, block_masks):

@@ -75,7 +75,7 @@ class DifferentiableCall(NamedTuple):
     ) -> tuple[Any, ...]:
         """Return gradients of the inputs in `wrt`, given those of out and lse (None if unused)."""
         arguments = self.gradient_arguments(inputs, results, gradients)
-        options = self.options.with_gradients(wrt)
+        options = self.options._replace(wrt=wrt)
         return dispatch_backward.gradients(arguments, options, "auto", self._modifications(inputs))
 
     @property

@@ -28,7 +28,6 @@ from cupy_flash.calls.check.modifications import (
     parse_modifications,
 )
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.records import span
 from cupy_flash.mods.keywords import VECTORS
 from cupy_flash.problem.problem import Problem
 
@@ -185,6 +184,11 @@ def _record_with(record: Any, names: tuple[str, ...]) -> Any:
 def _key_arrays_with_modifications(self: Arguments, options: Options) -> tuple[Any, ...]:
     """Return `Arguments.key_arrays` with the arrays of modifications appended."""
     return self[FIELDS[options.kind]] + self[_FIXED:]
+
+
+def span(record: Any, first: str, last: str) -> slice:
+    """Return the slice of a record type's fields from `first` to `last`, both included."""
+    return slice(record._fields.index(first), record._fields.index(last) + 1)
 
 
 # Slice of the fields of `Arguments` that a call of each kind may have.

@@ -138,7 +138,7 @@ def run(
     if results is not None:
         return results
     if mod_key is not None:
-        options = options.with_mod_key(mod_key)
+        options = options._replace(mod_key=mod_key)
     require_backend(backend)
     arguments.require_given(options)
     convert = None
@@ -259,7 +259,7 @@ def as_planned(
     arguments, mod_key, _ = with_modifications(
         arguments, modifications, backward=options.wrt is not None
     )
-    options = plain_options(options.with_mod_key(mod_key))
+    options = plain_options(options._replace(mod_key=mod_key))
     arguments, _ = normalized(arguments, tuple(arguments.written(options)))
     return type(arguments)(*map(as_cupy, arguments)), options
 

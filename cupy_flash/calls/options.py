@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from cupy_flash.arrays.strided import kind_of, require_layout
 from cupy_flash.arrays.torch_arrays import resolved
 from cupy_flash.calls.check.modifications import ModificationKey
-from cupy_flash.calls.records import replacer
 from cupy_flash.mods import keywords
 from cupy_flash.problem.tile import FrozenTile, Tile
 from cupy_flash.problem.values import check_bool, finite, integer
@@ -50,24 +49,6 @@ class Options(NamedTuple):
     def is_dense(self) -> bool:
         """Whether q, k and v are separate arrays of a dense batch."""
         return self.kind in ("dense", "scaled")
-
-    def with_separate_qkv(self) -> Options:
-        """Return the options for separate q, k and v instead of qkv."""
-        return self._replace(kind="dense") if self.kind == "qkvpacked" else self
-
-    def with_mod_key(self, mod_key: ModificationKey | None) -> Options:
-        """Return the options with a modification key."""
-        made: Options = _with_mod_key(self, mod_key)
-        return made
-
-    def with_gradients(self, wrt: tuple[str, ...]) -> Options:
-        """Return the options of the backward call, with gradients in the dtype of the inputs."""
-        made: Options = _with_gradients(self, wrt, None, None)
-        return made
-
-
-_with_mod_key = replacer(Options, "mod_key", "mod_key")
-_with_gradients = replacer(Options, "wrt", "mod_key")
 
 
 def with_offsets(

@@ -355,8 +355,7 @@ class _Call(NamedTuple):
     def _refuse(self, q: Any, k: Any, v: Any, scale: float, *, is_backward: bool) -> None:
         options = Options("dense", causal=bool(self.causal), softmax_scale=scale, return_lse=True)
         if is_backward:
-            wide = None if dtype_name(q) == "float64" else "float32"
-            options = options._replace(wrt=ROWS, grad_dtype=wide)
+            options = options._replace(wrt=ROWS, grad_dtype=calls.accumulated_dtype(q))
         modifications = {
             "window_size": self.window_size,
             "softcap": self.softcap,

@@ -106,7 +106,7 @@ def run(
             operation, key, arrays, addresses, options, user_mods, mod_key
         )
     if device_lengths.is_enabled and operation.check is not None:
-        with_key = options if mod_key is None else options.with_mod_key(mod_key)
+        with_key = options if mod_key is None else options._replace(mod_key=mod_key)
         device_lengths.check(arrays, with_key, keys, operation.check)
     return call.run(arrays, addresses, keys, user_mods)
 
@@ -127,7 +127,7 @@ def prepare(
     device_id, *_ = key
     require_device(device_id, arrays)
     if mod_key is not None:
-        options = options.with_mod_key(mod_key)
+        options = options._replace(mod_key=mod_key)
     readable = operation.readable(arrays, options)
     if any(a is not b for a, b in zip(readable, arrays, strict=True)):
         entry = look_up(readable.key_arrays(options), options)

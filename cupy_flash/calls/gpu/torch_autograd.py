@@ -16,7 +16,7 @@ from cupy_flash.arrays.torch_arrays import (
     tensor_types,
     two_streams,
 )
-from cupy_flash.calls.arguments import Arguments
+from cupy_flash.calls.arguments import Arguments, span
 from cupy_flash.calls.backward_arguments import GradientArguments, in_field_order
 from cupy_flash.calls.check import device_lengths
 from cupy_flash.calls.check.modifications import NO_USER_MODS
@@ -26,7 +26,6 @@ from cupy_flash.calls.gpu.allocate import as_tensor
 from cupy_flash.calls.gpu.backward import GRADIENTS
 from cupy_flash.calls.gpu.prepared_calls import STRIDES
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.records import span
 from cupy_flash.gpu.environment import cupy_module
 from cupy_flash.problem.gradient import ROWS
 
@@ -199,7 +198,7 @@ def _prepare_and_run(
     lengths = tuple([next(left) if address else None for address in length_addresses])
     arguments = GradientArguments(*in_field_order((q, k, v), (out, lse), result_gradients, lengths))
     wrt = tuple([name for name, wanted in zip(ROWS, needed, strict=True) if wanted])
-    options = recorded.options.with_gradients(wrt)
+    options = recorded.options._replace(wrt=wrt)
     result = prepared_calls.look_up(arguments, options)
     assert result is not None
     key, call, addresses = result

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from cupy_flash.calls.arguments import FIELDS, Arguments
+from cupy_flash.calls.arguments import FIELDS, Arguments, span
 from cupy_flash.calls.backward_arguments import GradientArguments, in_field_order
-from cupy_flash.calls.check.modifications import ModificationKey
 from cupy_flash.calls.gpu import torch_autograd
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.records import replacer, span
 
 # Each field holds its own name.
 NAMES = Arguments(*Arguments._fields)
-OPTIONS = Options(*Options._fields)
 DENSE = ("q", "k", "v", "out")
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 PACKED = (*DENSE, "qkv", "block_table", *LENGTHS, "k_scale", "v_scale")
@@ -53,15 +50,5 @@ def test_arrays_of_a_backward_call_are_in_the_order_of_its_record() -> None:
     assert GradientArguments(*arrays)._asdict() == expected
 
 
-def test_options_are_replaced_by_name() -> None:
-    mod_key = ModificationKey(("bias",))
-    assert OPTIONS.with_mod_key(mod_key) == OPTIONS._replace(mod_key=mod_key)
-    changed = {"wrt": ("k",), "grad_dtype": None, "mod_key": None}
-    assert OPTIONS.with_gradients(("k",)) == OPTIONS._replace(**changed)
-
-
-def test_spans_and_replacers_take_names() -> None:
+def test_a_span_has_both_ends() -> None:
     assert NAMES[span(Arguments, "out", "block_table")] == ("out", "qkv", "block_table")
-    replaced = replacer(Arguments, "k", "v")(NAMES, 1, 2)
-    assert type(replaced) is Arguments
-    assert replaced == NAMES._replace(k=1, v=2)

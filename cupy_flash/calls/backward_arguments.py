@@ -30,10 +30,10 @@ from cupy_flash.problem.problem import Problem
 class GradientArguments(NamedTuple):
     """Arrays of a backward call under their public names; None for an absent array."""
 
-    q: Any
-    k: Any
-    v: Any
-    # May be None for a plan only.
+    # All arrays up to lse are required, except for a plan.
+    q: Any = None
+    k: Any = None
+    v: Any = None
     out: Any = None
     dout: Any = None
     lse: Any = None

@@ -227,28 +227,22 @@ def plan(
     backend: str,
     arch: str | None,
     modifications: Mapping[str, Any] | None = None,
+    *,
+    compiles: bool = True,
 ) -> Plan:
-    """Return the plan of a call without reading its arrays; see `cupy_flash.plan`."""
-    made_plan = unloaded_plan(arguments, options, backend, arch, modifications)
-    if arch is not None or made_plan.unit is None:
-        return made_plan
-    return dataclasses.replace(made_plan, resources=compiler.loaded_resources(made_plan.unit))
+    """Return the plan of a call without reading its arrays; see `cupy_flash.plan`.
 
-
-def unloaded_plan(
-    arguments: Arguments,
-    options: Options,
-    backend: str,
-    arch: str | None,
-    modifications: Mapping[str, Any] | None = None,
-) -> Plan:
-    """Return the plan of a call without its resources, so that nothing is compiled."""
+    Unless `compiles`, the plan does not have the resources of kernels for the current GPU.
+    """
     require_backend(backend)
     arguments.require_given(options)
     if options.kind == "qkvpacked":
         arguments, options = _separated(arguments, options)
     arguments, options = as_planned(arguments, options, modifications)
-    return plan_of(_ATTENTION, arguments, options, backend, arch)
+    plan = plan_of(_ATTENTION, arguments, options, backend, arch)
+    if not compiles or arch is not None or plan.unit is None:
+        return plan
+    return dataclasses.replace(plan, resources=compiler.loaded_resources(plan.unit))
 
 
 def as_planned(

@@ -56,7 +56,7 @@ def refuse_alone(
     if 0 in (*arguments.q.shape[:2], *arguments.keys.shape[:2]):
         return
     if options.wrt is None:
-        dispatch.unloaded_plan(arguments, options, backend, None, modifications)
+        dispatch.plan(arguments, options, backend, None, modifications, compiles=False)
     else:
         inputs = GradientArguments(arguments.q, arguments.k, arguments.v)
         dispatch_backward.plan(inputs, options, backend, None, modifications)

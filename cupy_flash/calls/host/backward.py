@@ -23,10 +23,11 @@ from cupy_flash.calls.gpu.backward import GRADIENTS
 from cupy_flash.calls.host.forward import (
     CallInfo,
     ModArrays,
-    bound_modifications,
     call_key,
+    cpu_options,
     find_call,
     is_plain,
+    packed_lengths,
     require_writable,
     run_on_gpu,
     runs_on_gpu,
@@ -177,40 +178,21 @@ def _on_cpu(
 ) -> None:
     problem, tile = call.problem, call.tile
     assert tile is not None
-    bound_mods = None
-    if options.mod_key is not None:
-        bound_mods = bound_modifications(arguments, options, user_mods, problem, mod_arrays)
+    common = cpu_options(arguments, options, user_mods, problem, mod_arrays)
     results = dict(results)
     is_packed = options.kind == "varlen"
     if "bias" in results:
         bias = results["bias"]
         axes = 3 if is_packed else 4
         results["bias"] = bias.reshape((1,) * (axes - bias.ndim) + bias.shape)
-    arrays = arguments.q, arguments.k, arguments.v, arguments.out, arguments.dout
-    lse, dlse = arguments.lse, arguments.dlse
+    q, k, v, out, dout, lse, dlse, *_ = arguments
     if not is_packed:
-        if arguments.q.ndim != 4 or options.layout != "bshd":
-            arrays = tuple(to_bshd(array, options.layout) for array in arrays)
+        if q.ndim != 4 or options.layout != "bshd":
+            q, k, v, out, dout = (to_bshd(x, options.layout) for x in (q, k, v, out, dout))
             results |= {n: to_bshd(results[n], options.layout) for n in ROWS if n in results}
             lse, dlse = (None if x is None else x.reshape(problem.lse_shape) for x in (lse, dlse))
-        cpu_backward.backward(
-            *(*arrays, lse, dlse, results),
-            causal=problem.causal,
-            q_offset=problem.q_offset,
-            softmax_scale=problem.softmax_scale,
-            tile=tile,
-            bound_mods=bound_mods,
-        )
-        return
-    cpu_backward.varlen_backward(
-        *(*arrays, lse, dlse, results),
-        cu_seqlens_q=arguments.cu_seqlens_q,
-        cu_seqlens_k=arguments.cu_seqlens_k,
-        max_seqlen_q=problem.seqlen_q,
-        max_seqlen_k=problem.seqlen_k,
-        seqused_k=arguments.seqused_k,
-        causal=problem.causal,
-        softmax_scale=problem.softmax_scale,
-        tile=tile,
-        bound_mods=bound_mods,
-    )
+        common |= {"q_offset": problem.q_offset, "tile": tile}
+        cpu_backward.backward(q, k, v, out, dout, lse, dlse, results, **common)
+    else:
+        common |= packed_lengths(arguments, problem) | {"tile": tile}
+        cpu_backward.varlen_backward(q, k, v, out, dout, lse, dlse, results, **common)

@@ -36,7 +36,6 @@ from cupy_flash.cpu import varlen
 from cupy_flash.cpu.plan import make_cpu_plan
 from cupy_flash.cpu.untiled import small_call_of
 from cupy_flash.gpu.environment import cupy_module, current_device, gpu_unavailable
-from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import Plan, is_served, make_plan
 from cupy_flash.problem.arrays import FLOAT8
@@ -197,24 +196,44 @@ def runs_on_gpu(problem: Problem, options: Options, backend: str) -> bool:
     return is_served(problem, current_device())
 
 
-def bound_modifications(
+def cpu_options(
     arguments: Any,
     options: Options,
     user_mods: UserMods,
     problem: Problem,
     mod_arrays: ModArrays,
-) -> BoundModifications:
-    """Return the modifications as the CPU backend takes them, for checked contents of arrays."""
-    assert options.mod_key is not None
-    if mod_arrays is None:
-        sizes = sizes_of(problem, options)
-        mod_arrays = canonical(options.mod_key, arguments.modification_arrays, sizes)
-    if "seqused_q" in mod_arrays and "q_offset" not in mod_arrays:
-        keys = arguments.seqused_k
-        if keys is None:
-            keys = np.diff(arguments.cu_seqlens_k)
-        mod_arrays = {**mod_arrays, "q_offset": keys - mod_arrays["seqused_q"]}
-    return bind_modifications(options.mod_key, user_mods, mod_arrays)
+) -> dict[str, Any]:
+    """Return the keyword arguments that all functions of the CPU backend have in common.
+
+    The contents of the arrays have been checked.
+    """
+    bound_mods = None
+    if options.mod_key is not None:
+        if mod_arrays is None:
+            sizes = sizes_of(problem, options)
+            mod_arrays = canonical(options.mod_key, arguments.modification_arrays, sizes)
+        if "seqused_q" in mod_arrays and "q_offset" not in mod_arrays:
+            keys = arguments.seqused_k
+            if keys is None:
+                keys = np.diff(arguments.cu_seqlens_k)
+            mod_arrays = {**mod_arrays, "q_offset": keys - mod_arrays["seqused_q"]}
+        bound_mods = bind_modifications(options.mod_key, user_mods, mod_arrays)
+    return {
+        "causal": problem.causal,
+        "softmax_scale": problem.softmax_scale,
+        "bound_mods": bound_mods,
+    }
+
+
+def packed_lengths(arguments: Any, problem: Problem) -> dict[str, Any]:
+    """Return the keyword arguments of the CPU backend that give the lengths of a varlen call."""
+    return {
+        "cu_seqlens_q": arguments.cu_seqlens_q,
+        "cu_seqlens_k": arguments.cu_seqlens_k,
+        "max_seqlen_q": problem.seqlen_q,
+        "max_seqlen_k": problem.seqlen_k,
+        "seqused_k": arguments.seqused_k,
+    }
 
 
 def requested_tile(problem: Problem, options: Options) -> Tile | None:
@@ -291,9 +310,7 @@ def _on_cpu(
     mod_arrays: ModArrays,
 ) -> None:
     problem, tile = call.problem, call.tile
-    bound_mods = None
-    if options.mod_key is not None:
-        bound_mods = bound_modifications(arguments, options, user_mods, problem, mod_arrays)
+    common = cpu_options(arguments, options, user_mods, problem, mod_arrays)
     if options.is_dense:
         if tile is None:
             # The CPU backend computes padded sequences as a dense batch, with one tile.
@@ -307,39 +324,27 @@ def _on_cpu(
         cpu_forward.forward(
             *(q, k, v, target),
             None if lse is None else lse.reshape(problem.lse_shape),
-            causal=problem.causal,
             q_offset=problem.q_offset,
-            softmax_scale=problem.softmax_scale,
             tile=tile,
-            bound_mods=bound_mods,
+            **common,
         )
         return
-    same: dict[str, Any] = {
+    common |= {
         "block_table": arguments.block_table,
-        "causal": problem.causal,
-        "softmax_scale": problem.softmax_scale,
         "tile": tile,
         "batch_invariant": problem.is_batch_invariant,
-        "bound_mods": bound_mods,
         "scales": _scales(arguments, problem),
     }
     arrays = arguments.q, arguments.keys, arguments.values_of(options), out, lse
     if options.kind == "varlen":
-        varlen.varlen_forward(
-            *arrays,
-            cu_seqlens_q=arguments.cu_seqlens_q,
-            cu_seqlens_k=arguments.cu_seqlens_k,
-            max_seqlen_q=problem.seqlen_q,
-            max_seqlen_k=problem.seqlen_k,
-            seqused_k=arguments.seqused_k,
-            **same,
-        )
+        common |= packed_lengths(arguments, problem)
+        varlen.varlen_forward(*arrays, **common)
     else:
         varlen.kvcache_forward(
             *arrays,
             lengths=arguments.cache_seqlens,
             cache_batch_idx=arguments.cache_batch_idx,
-            **same,
+            **common,
         )
 
 

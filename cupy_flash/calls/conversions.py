@@ -88,10 +88,7 @@ def converted(arrays: Any, options: Options | None = None) -> Any:
 
 
 def readable_copies(arguments: Any, options: Options, in_place: tuple[str, ...]) -> dict[str, Any]:
-    """Return the arrays of a call by name, with copies of those that kernels cannot read in place.
-
-    The result excludes the arrays of modifications, and those named `in_place`.
-    """
+    """Return arrays that kernels can read, without those `in_place` and those of modifications."""
     return {
         name: readable_in_place(
             array, one_batch=options.kind in DENSE_KINDS, inner=4 if name == "qkv" else 3

@@ -107,25 +107,17 @@ def gradients(
 ) -> tuple[Any, ...]:
     """Return the result of a public function that computes gradients."""
     require_grad_dtype(options.grad_dtype)
-    results = run(_GRADIENTS, arguments, options, backend, 0, modifications)
-    return _as_inputs(results, modifications, options)
-
-
-def _as_inputs(
-    results: Sequence[Any], modifications: Mapping[str, Any], options: Options
-) -> tuple[Any, ...]:
-    """Return the gradients; the gradient of sinks gets the dtype and axes of the given sinks."""
+    results = list(run(_GRADIENTS, arguments, options, backend, 0, modifications))
     assert options.wrt is not None
-    if "sinks" not in options.wrt or options.grad_dtype is not None:
-        return tuple(results)
-    result = list(results)
-    index = options.wrt.index("sinks")
-    result[index] = _as_sinks(result[index], modifications["sinks"])
-    return tuple(result)
+    if "sinks" in options.wrt and options.grad_dtype is None:
+        index = options.wrt.index("sinks")
+        results[index] = _as_sinks(results[index], modifications["sinks"])
+    return tuple(results)
 
 
 @ignore_fp_errors
 def _as_sinks(gradient: Any, sinks: Any) -> Any:
+    """Return the gradient of sinks with the dtype and axes of the given sinks."""
     if not isinstance(sinks, (list, tuple)) and getattr(sinks, "ndim", 0) == 0:
         # One sink was used for all heads, so their gradients are summed.
         gradient = gradient.sum()
@@ -146,18 +138,8 @@ def gradients_of_qkv(
 ) -> tuple[Any, ...]:
     """Return the gradients of a call on one array of queries, keys and values.
 
-    Parameters
-    ----------
-    qkv, dqkv
-        Array of queries, keys and values; and array for its gradient, or None.
-    others
-        Remaining arrays of the call.
-    options
-        Options of the call, without `wrt`.
-    backend, modifications
-        See `gradients`.
-    wrt
-        The result of `wanted_of_qkv`.
+    The gradient of qkv is written to dqkv unless dqkv is None. `others` are the remaining arrays of
+    the call. `wrt` is the result of `wanted_of_qkv`, and `options` are without `wrt`.
     """
     if qkv is None:
         raise no_array(QKV, None)

@@ -227,14 +227,11 @@ def prepare(arguments: Arguments, options: Options, context: Context) -> Call:
         )
         fixed["block_mask"] = ready.map.fields
         sources |= {"block_mask.memory": _MAP}
-    out = None
-    if arguments.out is None:
-        out = ((*q.shape[:-1], problem.head_dim_v), np.dtype(problem.out_dtype))
-    lse = None
-    if options.return_lse:
-        lse = (lse_shape(q, problem), np.dtype(problem.lse_dtype))
+    out = ((*q.shape[:-1], problem.head_dim_v), np.dtype(problem.out_dtype))
+    lse = (lse_shape(q, problem), np.dtype(problem.lse_dtype))
+    new = (None if arguments.out is not None else out, lse if options.return_lse else None)
     return Call(
-        allocate_results=result_allocator((out, lse), uses_torch=context.uses_torch),
+        allocate_results=result_allocator(new, uses_torch=context.uses_torch),
         out_index=fields.index("out"),
         overlap_check=overlap_check,
         counters=plan.schedule.counters,

@@ -24,17 +24,7 @@ _calls: dict[tuple[Any, ...], Any] = {}
 
 
 class Context(NamedTuple):
-    """Parameters of the preparation of a call, other than its arrays and options.
-
-    Attributes
-    ----------
-    device
-        Current device.
-    user_mods
-        User functions of this call.
-    uses_torch
-        Whether torch allocates the results and the workspace of the call.
-    """
+    """Current device, user functions of a call, and whether torch allocates its memory."""
 
     device: Device
     user_mods: UserMods
@@ -42,22 +32,19 @@ class Context(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """Operation on arrays in GPU memory, such as attention, by the functions that prepare a call.
+    """Operation on a GPU, such as attention, as functions of the arrays and options of a call.
 
-    The options of a call are `Options`, or another hashable value that the operation defines.
+    The options are `Options`, or another hashable value that the operation defines.
 
     Attributes
     ----------
     readable
-        Function of the arrays and options that returns the arrays, with copies of those that
-        kernels cannot read in place.
+        Returns the arrays, with copies of those that kernels cannot read in place.
     prepare
-        Function of CuPy arrays, options and `Context` that checks a call, plans it, and compiles
-        and loads its kernels. It returns the prepared call, whose method `run` takes the arrays,
-        their addresses, `keys` and `UserMods`.
+        Checks, plans, compiles and loads a call of CuPy arrays, given a `Context`, too. Returns the
+        prepared call, whose `run` takes arrays, addresses, `keys` and `UserMods`.
     check
-        Function of CuPy arrays and options that returns the `CheckedCall`; None if the operation
-        has no lengths, offsets or indices whose contents `device_lengths` can check.
+        Returns the `CheckedCall` of CuPy arrays; None if `device_lengths` has nothing to check.
     """
 
     readable: Callable[[Any, Any], Any]

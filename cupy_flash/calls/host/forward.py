@@ -72,7 +72,11 @@ def compute(
         arguments = _appended(arguments, lengths, options, call)
     if call.goes_to_gpu:
         # The append above has computed the scales of new rows already.
-        return _on_gpu(arguments, out, options._replace(compute_scales=False), user_mods)
+        options = options._replace(compute_scales=False)
+        if problem.is_float8:
+            options = options._replace(out_dtype=dtype_name(out))
+        out[...], lse = run_on_gpu(ATTENTION, arguments, options, user_mods, ("out",))
+        return out, lse
     lse = None
     if options.return_lse:
         lse = np.empty(lse_shape(arguments.q, problem), problem.lse_dtype)
@@ -121,9 +125,8 @@ class CallInfo(NamedTuple):
     scale: Any = None
 
 
-# Arrays of the modifications of a call from `canonical`; None if they have not been checked yet.
+# Arrays of modifications from `canonical`; None if they have not been checked yet.
 ModArrays = Mapping[str, Any] | None
-
 # Maximum number of entries in `_calls`, whose role is that of `_calls` in `prepared_calls`.
 _MAX_CALLS = 1024
 _calls: dict[Any, CallInfo] = {}
@@ -266,15 +269,6 @@ def require_writable(name: str, array: np.ndarray) -> None:
 def upload_order(options: Options) -> Literal["K", "C"]:
     """Return the memory order of uploaded arrays: "K" keeps the order of the axes, "C" does not."""
     return "K" if options.is_dense else "C"
-
-
-def _on_gpu(
-    arguments: Arguments, out: np.ndarray, options: Options, user_mods: UserMods
-) -> tuple[np.ndarray, np.ndarray | None]:
-    if dtype_name(arguments.q) == FLOAT8:
-        options = options._replace(out_dtype=dtype_name(out))
-    out[...], lse = run_on_gpu(ATTENTION, arguments, options, user_mods, ("out",))
-    return out, lse
 
 
 def run_on_gpu(

@@ -232,17 +232,17 @@ def plan(
 ) -> Plan:
     """Return the plan of a call without reading its arrays; see `cupy_flash.plan`.
 
-    Unless `compiles`, the plan does not have the resources of kernels for the current GPU.
+    If `compiles`, the kernels for the current GPU are compiled, and the plan has their resources.
     """
     require_backend(backend)
     arguments.require_given(options)
     if options.kind == "qkvpacked":
         arguments, options = _separated(arguments, options)
     arguments, options = as_planned(arguments, options, modifications)
-    plan = plan_of(_ATTENTION, arguments, options, backend, arch)
-    if not compiles or arch is not None or plan.unit is None:
-        return plan
-    return dataclasses.replace(plan, resources=compiler.loaded_resources(plan.unit))
+    made_plan = plan_of(_ATTENTION, arguments, options, backend, arch)
+    if not compiles or arch is not None or made_plan.unit is None:
+        return made_plan
+    return dataclasses.replace(made_plan, resources=compiler.loaded_resources(made_plan.unit))
 
 
 def as_planned(

@@ -45,8 +45,6 @@ from cupy_flash.problem.gradient import ROWS
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
 
-_ROWS = (*ROWS, "out", "dout")
-
 
 def compute(
     arguments: GradientArguments, options: Options, keys: int, backend: str, user_mods: UserMods

@@ -43,7 +43,7 @@ class Arguments(NamedTuple):
     k: Any = None
     v: Any = None
     out: Any = None
-    # Given instead of q, k and v.
+    # One array of queries, keys and values, given instead of q, k and v.
     qkv: Any = None
     block_table: Any = None
     cu_seqlens_q: Any = None
@@ -82,11 +82,11 @@ class Arguments(NamedTuple):
 
     @property
     def forward(self) -> Arguments:
-        """Record of the arrays of the forward call: this record itself."""
+        """Record of the arrays of the forward call, which is this record itself."""
         return self
 
     def key_arrays(self, options: Options) -> tuple[Any, ...]:
-        """Return the arrays that calls of this kind may have; only these are part of a call key."""
+        """Return the arrays that calls of this kind may have; the call key describes only these."""
         return self[FIELDS[options.kind]]
 
     def key_names(self, options: Options) -> tuple[str, ...]:
@@ -141,7 +141,7 @@ _FIXED = len(Arguments._fields)
 
 
 def call_arrays(arguments: Any) -> dict[str, Any]:
-    """Return the given arrays of a record by name, without those of modifications."""
+    """Return the arrays of a record that are not None, by name, without those of modifications."""
     count = len(arguments) - len(arguments.modification_arrays)
     names = arguments._fields[:count]
     return {n: x for n, x in zip(names, arguments, strict=False) if x is not None}
@@ -156,7 +156,7 @@ def append_arrays(arguments: Any, names: tuple[str, ...], arrays: tuple[Any, ...
 def with_modifications(
     arguments: Any, modifications: Mapping[str, Any], *, backward: bool = False
 ) -> tuple[Any, ModificationKey | None, UserMods]:
-    """Return the record with the arrays of modifications, `ModificationKey` and `UserMods`."""
+    """Return the record with the arrays of modifications appended, their key, and `UserMods`."""
     result = parse_modifications(modifications, backward=backward)
     if result is None:
         return arguments, None, NO_USER_MODS
@@ -250,7 +250,7 @@ _VALUE_ARGUMENTS = ("v_cache", "v", "v_scale")
 
 
 def require_arrays(arguments: Any, names: Iterable[str]) -> None:
-    """Raise TypeError if one of these arrays of a record is None."""
+    """Raise TypeError if one of the arrays with these names is None."""
     for name in names:
         if getattr(arguments, name) is None:
             raise no_array(name, None)

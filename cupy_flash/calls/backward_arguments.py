@@ -30,7 +30,7 @@ from cupy_flash.problem.problem import Problem
 class GradientArguments(NamedTuple):
     """Arrays of a backward call under their public names; None for an absent array."""
 
-    # All arrays up to lse are required, except for a plan.
+    # The arrays from q to lse are required; a plan needs only q, k and v.
     q: Any = None
     k: Any = None
     v: Any = None
@@ -54,7 +54,7 @@ class GradientArguments(NamedTuple):
         return {"dq": self.dq, "dk": self.dk, "dv": self.dv}
 
     def require_given(self, options: Options) -> None:
-        """Raise TypeError if an array is None that calls need."""
+        """Raise TypeError if an array that every backward call needs is None."""
         require_arrays(self, _REQUIRED)
 
     @property
@@ -93,9 +93,10 @@ def in_field_order(
     lengths: tuple[Any, ...],
     absent: Any = None,
 ) -> tuple[Any, ...]:
-    """Return values for q, k, v, (out, lse), (dout, dlse) and lengths as `GradientArguments` lists.
+    """Return values in the order of the fields of `GradientArguments`.
 
-    The fields dq, dk and dv have the value `absent`.
+    `inputs` are those of q, k and v, `results` those of out and lse, and `gradients` those of dout
+    and dlse. The value of dq, dk and dv is `absent`.
     """
     (out, lse), (dout, dlse) = results, gradients
     return (*inputs, out, dout, lse, dlse, absent, absent, absent, *lengths)

@@ -88,7 +88,10 @@ def converted(arrays: Any, options: Options | None = None) -> Any:
 
 
 def readable_copies(arguments: Any, options: Options, in_place: tuple[str, ...]) -> dict[str, Any]:
-    """Return arrays that kernels can read, without those `in_place` and those of modifications."""
+    """Return the arrays of a call by name, with copies of those that kernels cannot read in place.
+
+    Arrays named `in_place` and those of modifications are left out.
+    """
     return {
         name: readable_in_place(
             array, one_batch=options.kind in DENSE_KINDS, inner=4 if name == "qkv" else 3
@@ -99,7 +102,7 @@ def readable_copies(arguments: Any, options: Options, in_place: tuple[str, ...])
 
 
 def contiguous_copies(arrays: Any, *names: str) -> dict[str, Any]:
-    """Return copies of those of these arrays on a GPU that are not contiguous or not aligned."""
+    """Return copies, by name, of the arrays on a GPU that are not contiguous or not aligned."""
     given = {name: as_cupy(getattr(arrays, name)) for name in names}
     return {
         name: array_module(array).ascontiguousarray(readable_in_place(array))
@@ -139,7 +142,7 @@ def _is_readable(name: str, array: Any) -> bool:
     if isinstance(array, np.ndarray):
         # Reading the flags takes 0.1 us, reading the address of a NumPy array 1 us.
         return array.flags.aligned and has_whole_strides(array)
-    # The argument struct holds no strides of the int32 arrays.
+    # The argument struct holds no strides of int32 arrays, so these must be contiguous.
     is_contiguous = name not in INT32 or has_contiguous_rows(array)
     return is_contiguous and has_whole_strides(array) and is_aligned(array)
 

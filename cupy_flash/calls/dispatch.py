@@ -54,9 +54,8 @@ from cupy_flash.problem.gradient import ROWS
 class Computation(NamedTuple):
     """Attention, its gradients or a merge: the operation on a GPU, and the module for host arrays.
 
-    The module has a function `compute` of the arrays, options, `keys`, backend and user functions.
-    That of attention or gradients has a function `repeated`, too, which repeats a call, and
-    `plan_of`, which returns the CPU backend's plan for a problem and options.
+    The module's function `compute` takes the arrays, options, `keys`, backend and user functions.
+    Modules of attention and gradients also have functions `repeated` and `plan_of`.
     """
 
     operation: Operation
@@ -103,7 +102,7 @@ def run(
     keys: int,
     modifications: Mapping[str, Any] | None,
 ) -> Any:
-    """Return out and lse, which is None if it is not requested; or the requested gradients.
+    """Return the pair of out and lse (None if it is not requested), or the requested gradients.
 
     The parameters are those of `attention`.
     """
@@ -181,7 +180,8 @@ def _compute(
     count_writes(*written.values())
     convert = convert or as_first
     given = {id(getattr(arrays, name)): array for name, array in written.items()}
-    # The conversion also makes the caller's stream wait for ours, so given arrays are converted.
+    # Every result is converted, because the conversion makes the caller's stream wait for ours.
+    # A result that was written to an array of the caller is returned as this array.
     return tuple([None if x is None else given.get(id(x), convert(x)) for x in results])
 
 
@@ -299,8 +299,8 @@ def _as_copied(arguments: Any, options: Options) -> Any:
 
 
 def _all_are_numpy(given: tuple[Any, ...]) -> bool:
-    """Return whether all arrays are exactly NumPy's; absent arrays are ignored."""
-    # A loop, because a generator or sets of types take half a microsecond longer.
+    """Return whether all arrays that are not None have exactly the type `numpy.ndarray`."""
+    # A generator expression or sets of types would take half a microsecond longer than this loop.
     for array in given:  # noqa: SIM110
         if array is not None and array.__class__ is not np.ndarray:
             return False

@@ -1,4 +1,4 @@
-"""Dispatch of backward calls, like that of forward calls in `dispatch.py`."""
+"""Dispatch of backward calls: the requested gradients, and calls on one array of q, k and v."""
 
 from __future__ import annotations
 
@@ -149,7 +149,11 @@ def gradients_of_qkv(
     require_grad_dtype(options.grad_dtype)
     written = None
     if QKV in wrt:
-        written = _gradient_for(packed, dqkv, options)
+        if dqkv is None:
+            written = array_module(packed).empty(packed.shape, options.grad_dtype or packed.dtype)
+        else:
+            written = as_cupy(normalize_out("dqkv", dqkv))
+            require_shape("dqkv", written, tuple(packed.shape), "the shape of qkv")
         arrays |= {f"d{name}": x for name, x in zip(ROWS, parts_of(written), strict=True)}
     elif dqkv is not None:
         raise ValueError("dqkv is given, but wrt does not name 'qkv'")
@@ -173,15 +177,6 @@ def parts_of_qkv(qkv: Any) -> dict[str, Any]:
 def parts_of_wrt(wrt: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names in `wrt` with "qkv" replaced by "q", "k" and "v"."""
     return tuple(name for one in wrt for name in (ROWS if one == QKV else (one,)))
-
-
-def _gradient_for(packed: Any, dqkv: Any | None, options: Options) -> Any:
-    """Return the NumPy or CuPy array that the gradient of `packed` is written to."""
-    if dqkv is None:
-        return array_module(packed).empty(packed.shape, options.grad_dtype or packed.dtype)
-    written = as_cupy(normalize_out("dqkv", dqkv))
-    require_shape("dqkv", written, tuple(packed.shape), "the shape of qkv")
-    return written
 
 
 def plan(

@@ -116,7 +116,7 @@ def _integer_or_none(name: str, value: Any) -> int | None:
 
 
 def _number_or_none(name: str, value: Any) -> float | None:
-    # An int is a valid number and immutable.
+    # An int needs no conversion: it is a valid number, and immutable.
     return value if value is None or type(value) is int else finite(name, resolved(name, value))
 
 

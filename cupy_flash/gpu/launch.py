@@ -67,15 +67,7 @@ class Launches:
 
 
 class StructLaunch:
-    """Launch of one kernel that takes a struct; it does nothing if there is no kernel.
-
-    Parameters
-    ----------
-    params
-        Struct without the values of a call.
-    kernel, grid, block
-        Loaded kernel, or None, and the sizes of its launch.
-    """
+    """Launch of one kernel that takes a struct; it does nothing if the kernel is None."""
 
     def __init__(
         self,

@@ -51,7 +51,7 @@ def refuse_alone(
 ) -> None:
     """Raise the exception that a single rank would raise for arrays of these shapes and dtypes.
 
-    Raised later, in the middle of a call, it would leave the other ranks waiting.
+    If the exception were raised in the middle of a call, the other ranks would wait for this rank.
     """
     if 0 in (*arguments.q.shape[:2], *arguments.keys.shape[:2]):
         return
@@ -118,7 +118,7 @@ def gradients(
 
 
 def sink_gradients(shard: Rows, k: Any, v: Any, sinks: Any, scores: Scores) -> Any:
-    """Return the gradients of sinks, (heads,), which need `shard.lse` but no keys: zeros do."""
+    """Return the gradients of sinks, (heads,). They depend on no key or value."""
     xp = array_module(k)
     key, value = (xp.zeros((array.shape[0], 1, *array.shape[2:]), array.dtype) for array in (k, v))
     options = Options(

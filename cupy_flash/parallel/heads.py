@@ -155,9 +155,9 @@ class HeadExchange(NamedTuple):
         return result
 
     def _exchange(self, moves: list[tuple[int, Any, Any]]) -> None:
-        """Send arrays to neighbours, given tuples of a rank, the array for it, and a target.
+        """Exchange arrays with neighbours, which include this rank.
 
-        The target receives the array that the other rank sends.
+        `moves` are tuples of a rank, the array that it receives, and the target of its own array.
         """
         rank = self.group.rank
         for other, source, target in moves:

@@ -23,7 +23,7 @@ from cupy_flash.problem.problem import MAX_SEQLEN
 
 
 class Partials(NamedTuple):
-    """Arrays of `cupy_flash.combine`."""
+    """Arrays of a call of `cupy_flash.combine`."""
 
     out_partial: Any
     lse_partial: Any
@@ -40,7 +40,7 @@ class Partials(NamedTuple):
         return {"out": self.out}
 
     def key_arrays(self, options: None) -> Partials:
-        """Return all arrays, which are part of the call key."""
+        """Return all arrays: the call key describes each of them."""
         return self
 
 

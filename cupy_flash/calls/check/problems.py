@@ -53,7 +53,7 @@ from cupy_flash.problem.values import check_bool, count
 
 
 class CheckedCall(NamedTuple):
-    """Problem of a call that was checked, and the arrays of its modifications from `canonical`."""
+    """Problem of a call that passed the checks, and the result of `canonical` for it."""
 
     problem: Problem
     mod_arrays: dict[str, Any]
@@ -86,7 +86,7 @@ def check_call(arguments: Arguments, options: Options) -> CheckedCall:
 def _score(
     arguments: Arguments, options: Options, dtype: str, *sizes: int, **more: int
 ) -> tuple[ScoreSpec | None, dict[str, Any]]:
-    """Return the spec of the call's modifications for kernels, or None, and their arrays."""
+    """Return the spec of the call's modifications, or None without any, and `canonical` arrays."""
     mod_key = options.mod_key
     if mod_key is None:
         return None, {}
@@ -250,17 +250,13 @@ def _check_kvcache(arguments: Arguments, options: Options) -> CheckedCall:
         require_in_place(name, getattr(arguments, name), ": a cache is not copied")
     if arguments.out is not None:
         require_axes("out", arguments.out, 4, "batch, seqlen, heads and head_dim")
-    for name, array, meaning in (
-        (
-            "cache_seqlens",
-            arguments.cache_seqlens,
-            "one length for each sequence; pass an integer if all are equal",
-        ),
-        ("cache_batch_idx", arguments.cache_batch_idx, "one cache for each sequence"),
-        ("rotary_seqlens", arguments.rotary_seqlens, "one position for each sequence"),
+    for name, meaning in (
+        ("cache_seqlens", "length for each sequence; pass an integer if all are equal"),
+        ("cache_batch_idx", "cache for each sequence"),
+        ("rotary_seqlens", "position for each sequence"),
     ):
-        if array is not None:
-            require_shape(name, array, (batch,), meaning)
+        if (array := getattr(arguments, name)) is not None:
+            require_shape(name, array, (batch,), f"one {meaning}")
     _check_packed_new(arguments, batch)
     if arguments.cache_batch_idx is not None and block_table is not None:
         raise ValueError("cache_batch_idx and block_table are both given; pass only one")

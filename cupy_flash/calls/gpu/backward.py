@@ -150,7 +150,7 @@ def prepare(arguments: GradientArguments, options: Options, context: Context) ->
     )
 
 
-# Gradients of attention.
+# Gradients of attention. The options of a call are `Options` with `wrt`.
 GRADIENTS = Operation(readable, prepare, check_gradient_call)
 
 

@@ -130,7 +130,7 @@ class Call:
         stream = shared(self.counters) if self.counters or self.scratch else None
         # `_memory` is referenced until the launches are enqueued; then the pool may reuse it.
         _memory, scratch = self.scratch() if self.scratch else (None, 0)
-        # Order of `names` in `prepare`. A sum is twice as fast as a tuple with a starred element.
+        # In the order of `names` in `prepare`. Adding tuples is twice as fast as a starred tuple.
         values = addresses + (  # noqa: RUF005
             out_address,
             lse_address,
@@ -146,7 +146,7 @@ class Call:
         ready, current = None, 0
         if self.block_mask_key is not None:
             assert user_mods.mask_mod is not None
-            # With the device given, CuPy need not look up the current one.
+            # Passing the device saves CuPy the look-up of the current device.
             current = cupy_module().cuda.get_current_stream(self.block_mask_key.device).ptr
             ready = ready_block_mask(
                 *(user_mods.mask_mod, self.block_mask_key, current, arguments),
@@ -209,7 +209,8 @@ def prepare(arguments: Arguments, options: Options, context: Context) -> Call:
         scratch = scratch_offsets["lengths_after"] + 4 * problem.batch
     appends = layout.appends or arguments.rotary_cos is not None
     has_no_keys = is_kvcache and problem.seqlen_k == 0
-    # Kernels zero rows that belong to no sequence. If no sequence can have rows, no kernel runs.
+    # Kernels zero rows that belong to no sequence. If no sequence can have rows, no kernel runs,
+    # and the call itself fills the results.
     has_no_rows = layout.packed_q and problem.is_empty and q.size > 0
     spec = block_mask_spec(plan)
     parts, map_name = _PARTS_OF_QKV if qkv is not None else (), (_MAP,) if spec else ()
@@ -254,7 +255,8 @@ def prepare(arguments: Arguments, options: Options, context: Context) -> Call:
     )
 
 
-# Attention, after an append to the caches if there are new rows.
+# Attention, after an append to the caches if there are new rows. The options of a call are
+# `Options` without `wrt`.
 ATTENTION = Operation(readable, prepare, check_call)
 
 
@@ -268,8 +270,8 @@ def loaded_launches(
 ) -> Launches:
     """Compile and load the kernels of a plan; return their launches.
 
-    `fixed`, `sources` and `names` are the parameters of `PackedStruct`, without the fields that are
-    the same for all directions and those of modifications.
+    `fixed`, `sources` and `names` are parameters of `PackedStruct`. This function adds the fields
+    of `fixed_fields` and of modifications to them.
     """
     fixed, problem, maps = {**fixed_fields(plan), **fixed}, plan.problem, plan.schedule.tensor_maps
     if options.mod_key is not None:

@@ -57,5 +57,5 @@ def prepare(partials: Partials, _: None, context: Context) -> Call:
     )
 
 
-# Merge of partial results. It has no options: they are None.
+# Merge of partial results. The options of a call are None.
 MERGE = Operation(readable, prepare)

@@ -32,19 +32,21 @@ class Context(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """Operation on a GPU, such as attention, as functions of the arrays and options of a call.
+    """Operation on a GPU, such as attention: the functions that prepare a call of it.
 
-    The options are `Options`, or another hashable value that the operation defines.
+    All take the record of arrays, and the options: `Options`, or another hashable value that the
+    operation defines.
 
     Attributes
     ----------
     readable
-        Returns the arrays, with copies of those that kernels cannot read in place.
+        Function that returns the arrays, with copies of those that kernels cannot read in place.
     prepare
-        Checks, plans, compiles and loads a call of CuPy arrays, given a `Context`, too. Returns the
-        prepared call, whose `run` takes arrays, addresses, `keys` and `UserMods`.
+        Function that checks, plans, compiles and loads a call of CuPy arrays, given a `Context`. It
+        returns the prepared call, whose `run` takes arrays, addresses, `keys` and `UserMods`.
     check
-        Returns the `CheckedCall` of CuPy arrays; None if `device_lengths` has nothing to check.
+        Function that returns the `CheckedCall` of CuPy arrays; None if the operation has no lengths
+        that `device_lengths` can check.
     """
 
     readable: Callable[[Any, Any], Any]
@@ -161,14 +163,14 @@ STRIDES = _ARRAY_KEY.index("strides")
 def find_array_keys(
     arrays: Iterable[Any], cupy_array: type, only_cupy: bool = False
 ) -> tuple[tuple[Any, ...], tuple[int, ...]] | None:
-    """Return the array keys of arrays on a GPU, tuples as in `_ARRAY_KEY`, and their addresses.
+    """Return the array keys of arrays on a GPU (see `_ARRAY_KEY`), and their addresses.
 
     An absent array has None and 0. If `only_cupy`, the result is None if any array is not CuPy's.
     """
     array_keys: list[Any] = []
     addresses: list[int] = []
     low_bits = MAX_ALIGNMENT - 1
-    # Inline in the loop: a function call per array would cost half a microsecond.
+    # The keys are made in the loop itself: a function call per array would cost half a microsecond.
     for array in arrays:
         if array is None:
             array_keys.append(None)

@@ -25,7 +25,7 @@ class AppendedRows(NamedTuple):
         return self.k_cache
 
     def key_arrays(self, options: CacheSharding) -> AppendedRows:
-        """Return all arrays, which are part of the call key."""
+        """Return all arrays: the call key describes each of them."""
         return self
 
 
@@ -99,5 +99,5 @@ def prepare(rows: AppendedRows, sharding: CacheSharding, context: Context) -> Ca
     return Call(append.prepare(spec, context.device, (*AppendedRows._fields, "keys")))
 
 
-# Append to a sharded cache. Its options are a `CacheSharding`.
+# Append to a sharded cache. The options of a call are a `CacheSharding`.
 APPEND = Operation(readable, prepare)

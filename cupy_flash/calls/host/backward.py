@@ -100,9 +100,8 @@ def repeated(
     q, k, v, out, dout, lse, dlse, *_ = arguments
     assert options.wrt is not None
     results = {name: np.empty(getattr(arguments, name).shape, q.dtype) for name in options.wrt}
-    arrays = q, k, v, out, dout, lse, dlse
     done = cpu_backward.backward_by_formula(
-        *arrays, results, call.small, call.scale, bound_mods=None
+        *(q, k, v, out, dout, lse, dlse, results, call.small, call.scale), bound_mods=None
     )
     return tuple(results.values()) if done else None
 

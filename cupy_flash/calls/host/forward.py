@@ -125,7 +125,7 @@ class CallInfo(NamedTuple):
     scale: Any = None
 
 
-# Arrays of modifications from `canonical`; None if they have not been checked yet.
+# Result of `canonical`; None if the arrays of a call's modifications have not been checked yet.
 ModArrays = Mapping[str, Any] | None
 # Maximum number of entries in `_calls`, whose role is that of `_calls` in `prepared_calls`.
 _MAX_CALLS = 1024
@@ -211,7 +211,7 @@ def cpu_options(
 ) -> dict[str, Any]:
     """Return the keyword arguments that all functions of the CPU backend have in common.
 
-    The contents of the arrays have been checked.
+    The contents of the arrays must have passed `check_contents`.
     """
     bound_mods = None
     if options.mod_key is not None:
@@ -281,7 +281,7 @@ def run_on_gpu(
     user_mods: UserMods,
     written: tuple[str, ...],
 ) -> list[Any]:
-    """Return the results of an operation on a GPU for copies of the arrays, except the written."""
+    """Return the results of an operation on a GPU for copies of the arrays except `written`."""
     order = upload_order(options)
     arguments = arguments._replace(**dict.fromkeys(written))
     uploaded = type(arguments)(*(None if x is None else _uploaded(x, order) for x in arguments))

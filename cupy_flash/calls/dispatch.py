@@ -272,7 +272,7 @@ def plan_of(
     if not isinstance(arguments.q, np.ndarray):
         require_gpu_backend(backend)
     elif not host_forward.runs_on_gpu(problem, options, backend):
-        cpu_plan: Plan = computation.host.plan_of(problem, options)
+        cpu_plan: Plan = computation.host.plan_of(problem, options, gpu_unavailable())
         return cpu_plan
     else:
         order = host_forward.upload_order(options)

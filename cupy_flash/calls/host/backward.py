@@ -39,7 +39,6 @@ from cupy_flash.cpu.backward.untiled import small_gradients
 from cupy_flash.cpu.plan import make_cpu_plan
 from cupy_flash.families import FAMILIES
 from cupy_flash.families.schedule import Schedule
-from cupy_flash.gpu.environment import gpu_unavailable
 from cupy_flash.planning.planner import Plan, tile_fields
 from cupy_flash.problem.gradient import ROWS
 from cupy_flash.problem.problem import Problem
@@ -152,10 +151,10 @@ def tile_of(problem: Problem, options: Options) -> Tile:
     return tile
 
 
-def plan_of(problem: Problem, options: Options) -> Plan:
-    """Return the plan of the CPU backend; raises as `tile_of` does."""
+def plan_of(problem: Problem, options: Options, why_no_gpu: str | None) -> Plan:
+    """Return the plan of the CPU backend, with the reason why no GPU is used; see `tile_of`."""
     tile = tile_of(problem, options)
-    plan = make_cpu_plan(problem, tile, gpu_unavailable())
+    plan = make_cpu_plan(problem, tile, why_no_gpu)
     return dataclasses.replace(
         plan,
         schedule=Schedule((), workspace=cpu_backward.workspace_bytes(problem, tile)),

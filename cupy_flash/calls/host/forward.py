@@ -35,7 +35,7 @@ from cupy_flash.cpu import forward as cpu_forward
 from cupy_flash.cpu import varlen
 from cupy_flash.cpu.plan import make_cpu_plan
 from cupy_flash.cpu.untiled import small_call_of
-from cupy_flash.gpu.environment import cupy_module, current_device, gpu_unavailable
+from cupy_flash.gpu.environment import cupy_module, current_device
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import Plan, is_served, make_plan
 from cupy_flash.problem.arrays import FLOAT8
@@ -256,11 +256,9 @@ def requested_tile(problem: Problem, options: Options) -> Tile | None:
     return None if not problem.layout.is_dense and options.tile is None else tile
 
 
-def plan_of(problem: Problem, options: Options) -> Plan:
-    """Return the plan of the CPU backend; raises as `requested_tile` does."""
-    return make_cpu_plan(
-        problem, cpu_tile(problem, options.family, options.tile), gpu_unavailable()
-    )
+def plan_of(problem: Problem, options: Options, why_no_gpu: str | None) -> Plan:
+    """Return the plan of the CPU backend, with the reason why no GPU is used; see `cpu_tile`."""
+    return make_cpu_plan(problem, cpu_tile(problem, options.family, options.tile), why_no_gpu)
 
 
 def require_writable(name: str, array: np.ndarray) -> None:

@@ -48,8 +48,8 @@ class DifferentiableCall(NamedTuple):
     without_lse
         Options of the same call that returns out only.
     following_arrays
-        Arrays that follow q, k and v in `Arguments.arrays_of_kind`; None for a call
-        with modifications.
+        Arrays that follow q, k and v in `Arguments.key_arrays`; None for a call with
+        modifications.
     """
 
     names: tuple[str, ...]
@@ -75,7 +75,7 @@ class DifferentiableCall(NamedTuple):
     ) -> tuple[Any, ...]:
         """Return gradients of the inputs in `wrt`, given those of out and lse (None if unused)."""
         arguments = self.gradient_arguments(inputs, results, gradients)
-        options = self.options.with_gradients(wrt)
+        options = self.options._replace(wrt=wrt)
         return dispatch_backward.gradients(arguments, options, "auto", self._modifications(inputs))
 
     @property
@@ -130,7 +130,7 @@ class DifferentiableCall(NamedTuple):
     def arguments(self, inputs: tuple[Any, ...]) -> Arguments:
         """Return the arrays of the call, without those of modifications."""
         q, k, v, *_ = inputs
-        return Arguments(q, k, v, None, None, None, *self.lengths)
+        return Arguments(q, k, v, **dict(zip(_LENGTHS, self.lengths, strict=True)))
 
     def gradient_arguments(
         self, inputs: tuple[Any, ...], results: tuple[Any, Any], gradients: tuple[Any, Any]
@@ -138,7 +138,8 @@ class DifferentiableCall(NamedTuple):
         """Return the arrays of the backward call, without those of modifications."""
         q, k, v, *_ = inputs
         (out, lse), (dout, dlse) = results, gradients
-        return GradientArguments(q, k, v, out, dout, lse, dlse, None, None, None, *self.lengths)
+        lengths = dict(zip(_LENGTHS, self.lengths, strict=True))
+        return GradientArguments(q, k, v, out, dout, lse, dlse, **lengths)
 
     def _modifications(self, inputs: tuple[Any, ...]) -> Mapping[str, Any]:
         """Return all modifications, including those among the differentiable inputs."""
@@ -169,7 +170,8 @@ def _plain_call(*options: Any) -> DifferentiableCall:
     """Return a call without modifications that has these options."""
     causal, softmax_scale, q_offset, layout = options
     made = Options("dense", causal, softmax_scale, True, None, None, q_offset, layout)
-    return _call(made, _NO_LENGTHS, {})[0]
+    call, _ = _call(made, _NO_LENGTHS, {})
+    return call
 
 
 def varlen_call(
@@ -207,7 +209,7 @@ def _call(
         following = _following_arrays(options, by_name)
     arrays = {**by_name, **{name: others.get(name) for name in ARRAYS}}
     constants = {name: array for name, array in arrays.items() if array is not None}
-    names, without_lse = (*ROWS, *given), options.with_lse(False)
+    names, without_lse = (*ROWS, *given), options._replace(return_lse=False)
     call = DifferentiableCall(names, options, lengths, others, constants, without_lse, following)
     return call, tuple(given.values())
 
@@ -215,4 +217,4 @@ def _call(
 def _following_arrays(options: Options, lengths: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the value of `DifferentiableCall.following_arrays`."""
     arrays = Arguments(**lengths)
-    return arrays.arrays_of_kind(options.kind)[_ROWS:]
+    return arrays.key_arrays(options)[_ROWS:]

@@ -68,9 +68,8 @@ def fits_operator(
     )
 
 
-def _options(modifications: tuple[Any, ...]) -> dict[str, Any]:
+def _options(bias: Any, sinks: Any, arrays: Any, window: Any, softcap: Any) -> dict[str, Any]:
     """Return modifications by name, given the operator arguments of `plain_modifications`."""
-    bias, sinks, arrays, window, softcap = modifications
     names = (*WITH_GRADIENT, *_ARRAYS, *_NUMBERS)
     return dict(zip(names, (bias, sinks, *arrays, tuple(window), softcap), strict=True))
 
@@ -111,7 +110,9 @@ class _Operator(NamedTuple):
 
         # Without this check, an operator drops the tangents of tensors that require no gradient.
         def without_tangents(keyset: Any, *values: Any) -> Any:
-            for name, tensor in zip(_WITH_TANGENTS, (*values[:5], *values[5]), strict=True):
+            q, k, v, bias, sinks, arrays, *_ = values
+            tensors = (q, k, v, bias, sinks, *arrays)
+            for name, tensor in zip(_WITH_TANGENTS, tensors, strict=True):
                 if tensor is not None and has_tangent(tensor):
                     raise NotImplementedError(f"{name} {NO_FORWARD_MODE}")
             return recording(keyset, *values)
@@ -131,8 +132,10 @@ class _Operator(NamedTuple):
 
     def _call(self, values: tuple[Any, ...]) -> tuple[DifferentiableCall, tuple[Any, ...]]:
         """Return the call that an operator's arguments describe, and its inputs."""
-        call, others = self.of_plain(*values[8:], _options(values[3:8]))
-        return call, (*values[:3], *others)
+        q, k, v, bias, sinks, arrays, window, softcap, *others = values
+        modifications = _options(bias, sinks, arrays, window, softcap)
+        call, inputs = self.of_plain(*others, modifications)
+        return call, (q, k, v, *inputs)
 
     def run(self, *values: Any) -> tuple[Any, Any]:
         """Compute attention; return out and lse."""
@@ -142,10 +145,10 @@ class _Operator(NamedTuple):
 
     def run_fake(self, *values: Any) -> tuple[Any, Any]:
         """Return empty tensors with the shapes of out and lse."""
-        q, v = values[0], values[2]
+        q, _, v, _bias, _sinks, _arrays, _window, _softcap, *others = values
         accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-        return out, q.new_empty(self.lse_shape(q, *values[8:]), dtype=accumulator)
+        return out, q.new_empty(self.lse_shape(q, *others), dtype=accumulator)
 
     def gradients(
         self, dout: Any, dlse: Any, out: Any, lse: Any, needed: list[bool], *values: Any
@@ -159,7 +162,8 @@ class _Operator(NamedTuple):
         self, dout: Any, dlse: Any, out: Any, lse: Any, needed: list[bool], *values: Any
     ) -> list[Any]:
         """Return empty tensors with the shapes of these gradients."""
-        inputs = [x for x in values[:5] if x is not None]
+        q, k, v, bias, sinks, *_ = values
+        inputs = [x for x in (q, k, v, bias, sinks) if x is not None]
         return [x.new_empty(x.shape) for x, n in zip(inputs, needed, strict=True) if n]
 
     def backward(self, ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
@@ -185,10 +189,10 @@ _SAVED = object()
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
-    arrays, others = inputs[5], inputs[6:]
+    q, k, v, bias, sinks, arrays, *others = inputs
     lengths = [x for x in others if isinstance(x, Tensor)]
     ctx.values = [_SAVED if isinstance(x, Tensor) else x for x in others]
-    ctx.save_for_backward(*inputs[:5], *output, *arrays, *lengths)
+    ctx.save_for_backward(q, k, v, bias, sinks, *output, *arrays, *lengths)
     ctx.set_materialize_grads(False)
 
 
@@ -196,9 +200,11 @@ def _refuse_second_derivative(ctx: Any, *gradients: Any) -> Any:
     raise no_second_derivative()
 
 
-def _dense_lse_shape(q: Any, *values: Any) -> tuple[Any, ...]:
+def _dense_lse_shape(
+    q: Any, causal: Any, softmax_scale: Any, q_offset: Any, layout: str
+) -> tuple[Any, ...]:
     *batch, first, second, _ = q.shape
-    return (*batch, second, first) if values[3] == "bshd" else (*batch, first, second)
+    return (*batch, second, first) if layout == "bshd" else (*batch, first, second)
 
 
 def _varlen_lse_shape(q: Any, *_: Any) -> tuple[Any, ...]:

@@ -186,36 +186,30 @@ def _plan_forward(kind: str, given: dict[str, Any], arch: str | None) -> Plan:
     if kind == "varlen":
         names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")
         given["cu_seqlens_k"] = has_key_positions(*map(given.get, names))
-    arrays = Arguments(**{name: given[name] for name in Arguments._fields if name in given})
-    options = _options(kind, given)
-    modifications = given.get("modifications", {})
-    return dispatch.plan(arrays, options, given.get("backend", "auto"), arch, modifications)
+    return dispatch.plan(*_call(Arguments, kind, given), arch, given.get("modifications", {}))
 
 
 def _plan_backward(kind: str, given: dict[str, Any], arch: str | None) -> Plan:
     modifications = given.get("modifications", {})
-    fields = GradientArguments._fields
     if "qkv" in given:
         given |= dispatch_backward.parts_of_qkv(given["qkv"])
         names = dispatch_backward.wanted_of_qkv(given.get("wrt"), modifications)
         given["wrt"] = dispatch_backward.parts_of_wrt(names)
     else:
         given["wrt"] = dispatch_backward.wanted(given.get("wrt"), modifications)
-    arrays = {"q": None, "k": None, "v": None} | {n: given[n] for n in fields if n in given}
-    options = _options(kind, given)
-    backend = given.get("backend", "auto")
-    return dispatch_backward.plan(
-        GradientArguments(**arrays), options, backend, arch, modifications
+    return dispatch_backward.plan(*_call(GradientArguments, kind, given), arch, modifications)
+
+
+def _call(record: Any, kind: str, given: Mapping[str, Any]) -> tuple[Any, Options, str]:
+    """Return the record of arrays, the options and the backend of a call, given its arguments."""
+    arrays, options = (
+        {name: given[name] for name in names if name in given}
+        for names in (record._fields, Options._fields)
     )
-
-
-def _options(kind: str, given: Mapping[str, Any]) -> Options:
-    """Return the `Options` of a call, given its arguments by name."""
-    options = {name: given[name] for name in Options._fields if name in given}
     for name, convert in _CONVERTED.items():
         if name in options:
             options[name] = convert(options[name])
-    return Options(kind, **options)
+    return record(**arrays), Options(kind, **options), given.get("backend", "auto")
 
 
 _CONVERTED: Mapping[str, Callable[[Any], Any]] = {

@@ -85,10 +85,11 @@ class OverlapCheck:
 
 def require_no_overlap(
     names: Sequence[str], arrays: Sequence[Any], written: tuple[str, ...]
-) -> None:
-    """Raise ValueError if an array that is written overlaps another array."""
-    addresses = tuple(0 if array is None else address_of(array) for array in arrays)
-    OverlapCheck(names, arrays, written).check(addresses)
+) -> OverlapCheck:
+    """Raise ValueError if an array that is written overlaps another array; return the check."""
+    check = OverlapCheck(names, arrays, written)
+    check.check(tuple(0 if array is None else address_of(array) for array in arrays))
+    return check
 
 
 def _remember(known: set[Any], what: Any, most: int) -> None:

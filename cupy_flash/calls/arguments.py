@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import namedtuple
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,9 +20,7 @@ from cupy_flash.arrays.kinds import (
     result_converter,
     vector,
 )
-from cupy_flash.arrays.strided import (
-    kind_of,
-)
+from cupy_flash.arrays.strided import kind_of
 from cupy_flash.calls.check.modifications import (
     NO_USER_MODS,
     ModificationKey,
@@ -45,7 +43,7 @@ class Arguments(NamedTuple):
     k: Any = None
     v: Any = None
     out: Any = None
-    # Given instead of q, k and v.
+    # One array of queries, keys and values, given instead of q, k and v.
     qkv: Any = None
     block_table: Any = None
     cu_seqlens_q: Any = None
@@ -82,19 +80,47 @@ class Arguments(NamedTuple):
             return self.keys[..., : options.head_dim_v]
         return self.v if self.v_cache is None else self.v_cache
 
-    def arrays_of_kind(self, kind: str) -> tuple[Any, ...]:
-        """Return the arrays that calls of a kind may have; only these are part of a call key."""
-        return self[FIELDS[kind]]
+    @property
+    def forward(self) -> Arguments:
+        """Record of the arrays of the forward call, which is this record itself."""
+        return self
 
-    def names_of_kind(self, kind: str) -> tuple[str, ...]:
-        """Return the names of the arrays of a kind, and of the arrays of modifications."""
+    def key_arrays(self, options: Options) -> tuple[Any, ...]:
+        """Return the arrays that calls of this kind may have; the call key describes only these."""
+        return self[FIELDS[options.kind]]
+
+    def key_names(self, options: Options) -> tuple[str, ...]:
+        """Return the names of the result of `key_arrays`."""
         names: tuple[str, ...] = self._fields
-        return names[FIELDS[kind]] + names[_FIXED:]
+        return names[FIELDS[options.kind]] + names[_FIXED:]
 
     @property
     def modification_arrays(self) -> tuple[Any, ...]:
         """Arrays of modifications, which `append_arrays` has appended."""
         return self[_FIXED:]
+
+    def written(self, options: Options) -> dict[str, Any]:
+        """Return the arrays that a call writes: out, then the caches and scales of an append."""
+        written = {"out": self.out}
+        if options.kind == "kvcache" and self.k is not None:
+            names = IN_PLACE if options.compute_scales else CACHES
+            written |= {name: getattr(self, name) for name in names}
+        return written
+
+    def require_given(self, options: Options) -> None:
+        """Raise TypeError if an array is None that calls of this kind need.
+
+        Raise ValueError if values are given although `head_dim_v` says that the keys hold them.
+        """
+        in_keys = options.head_dim_v is not None
+        for name in _REQUIRED[options.kind]:
+            if getattr(self, name) is None and not (in_keys and name in _VALUE_ARGUMENTS):
+                raise TypeError(f"{no_array(name, None)}{_HINTS.get(name, '')}")
+        for name in _VALUE_ARGUMENTS if in_keys else ():
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} is given, but with head_dim_v k_cache holds the values; pass only one"
+                )
 
     def parts_of_qkv(self, layout: str) -> Arguments:
         """Return the arguments with q, k and v as views of qkv, if qkv is given.
@@ -114,6 +140,13 @@ class Arguments(NamedTuple):
 _FIXED = len(Arguments._fields)
 
 
+def call_arrays(arguments: Any) -> dict[str, Any]:
+    """Return the arrays of a record that are not None, by name, without those of modifications."""
+    count = len(arguments) - len(arguments.modification_arrays)
+    names = arguments._fields[:count]
+    return {n: x for n, x in zip(names, arguments, strict=False) if x is not None}
+
+
 def append_arrays(arguments: Any, names: tuple[str, ...], arrays: tuple[Any, ...]) -> Any:
     """Return the record with the arrays of modifications appended, as fields of these names."""
     # Equivalent to `_make`, in half the time.
@@ -123,7 +156,7 @@ def append_arrays(arguments: Any, names: tuple[str, ...], arrays: tuple[Any, ...
 def with_modifications(
     arguments: Any, modifications: Mapping[str, Any], *, backward: bool = False
 ) -> tuple[Any, ModificationKey | None, UserMods]:
-    """Return the record with the arrays of modifications, `ModificationKey` and `UserMods`."""
+    """Return the record with the arrays of modifications appended, their key, and `UserMods`."""
     result = parse_modifications(modifications, backward=backward)
     if result is None:
         return arguments, None, NO_USER_MODS
@@ -144,22 +177,27 @@ def _record_with(record: Any, names: tuple[str, ...]) -> Any:
         if not name.startswith("_") and name not in record._fields
     }
     if record is Arguments:
-        methods["arrays_of_kind"] = _arrays_of_kind_with_modifications
+        methods["key_arrays"] = _key_arrays_with_modifications
     return type(record.__name__, (base,), {"__slots__": (), **methods})
 
 
-def _arrays_of_kind_with_modifications(self: Arguments, kind: str) -> tuple[Any, ...]:
-    """Return `Arguments.arrays_of_kind` with the arrays of modifications appended."""
-    return self[FIELDS[kind]] + self[_FIXED:]
+def _key_arrays_with_modifications(self: Arguments, options: Options) -> tuple[Any, ...]:
+    """Return `Arguments.key_arrays` with the arrays of modifications appended."""
+    return self[FIELDS[options.kind]] + self[_FIXED:]
+
+
+def span(record: Any, first: str, last: str) -> slice:
+    """Return the slice of a record type's fields from `first` to `last`, both included."""
+    return slice(record._fields.index(first), record._fields.index(last) + 1)
 
 
 # Slice of the fields of `Arguments` that a call of each kind may have.
 FIELDS = {
-    "dense": slice(0, 4),
-    "qkvpacked": slice(3, 5),
-    "varlen": slice(0, 11),
-    "kvcache": slice(0, 19),
-    "scaled": slice(0, 20),
+    "dense": span(Arguments, "q", "out"),
+    "qkvpacked": span(Arguments, "out", "qkv"),
+    "varlen": span(Arguments, "q", "v_scale"),
+    "kvcache": span(Arguments, "q", "cu_seqlens_k_new"),
+    "scaled": span(Arguments, "q", "q_scale"),
 }
 _REQUIRED = {
     "dense": ("q", "k", "v"),
@@ -211,20 +249,11 @@ _HINTS = {
 _VALUE_ARGUMENTS = ("v_cache", "v", "v_scale")
 
 
-def require_given(arguments: Arguments, options: Options) -> None:
-    """Raise TypeError if an array is None that calls of this kind need.
-
-    Raise ValueError if values are given although `head_dim_v` says that the keys hold the values.
-    """
-    in_keys = options.head_dim_v is not None
-    for name in _REQUIRED[options.kind]:
-        if getattr(arguments, name) is None and not (in_keys and name in _VALUE_ARGUMENTS):
-            raise TypeError(f"{no_array(name, None)}{_HINTS.get(name, '')}")
-    for name in _VALUE_ARGUMENTS if in_keys else ():
-        if getattr(arguments, name) is not None:
-            raise ValueError(
-                f"{name} is given, but with head_dim_v k_cache holds the values; pass only one"
-            )
+def require_arrays(arguments: Any, names: Iterable[str]) -> None:
+    """Raise TypeError if one of the arrays with these names is None."""
+    for name in names:
+        if getattr(arguments, name) is None:
+            raise no_array(name, None)
 
 
 def given_lengths(cache_seqlens: Any) -> tuple[int, Any | None]:
@@ -254,12 +283,12 @@ def normalized(given: Any, written: tuple[str, ...] = ("out",)) -> tuple[Any, Ca
     TypeError
         If a value is not an array, has an unsupported dtype, or is on another device than the rest.
     """
-    first = given._fields[0]
-    leading = normalize(first, given[0])
-    convert = result_converter(first, given[0])
+    arrays = iter(zip(given._fields, given, strict=True))
+    first, like = next(arrays)
+    leading, convert = normalize(first, like), result_converter(first, like)
     on_host = isinstance(leading, np.ndarray)
     result: dict[str, Any] = {first: leading}
-    for name, array in zip(given._fields[1:], given[1:], strict=True):
+    for name, array in arrays:
         if array is None and name in given._field_defaults:
             continue
         if name in INT32:

@@ -18,8 +18,8 @@ from cupy_flash.arrays.strided import (
     to_bshd,
     with_one_batch_axis,
 )
-from cupy_flash.calls.arguments import Arguments, append_arrays
-from cupy_flash.calls.check.problems import lse_shape, problem_of
+from cupy_flash.calls.arguments import Arguments, append_arrays, require_arrays
+from cupy_flash.calls.check.problems import CheckedCall, check_call, lse_shape
 from cupy_flash.calls.gpu.allocate import ResultSpec
 from cupy_flash.calls.options import Options
 from cupy_flash.problem.backward import with_gradient
@@ -30,10 +30,10 @@ from cupy_flash.problem.problem import Problem
 class GradientArguments(NamedTuple):
     """Arrays of a backward call under their public names; None for an absent array."""
 
-    q: Any
-    k: Any
-    v: Any
-    # May be None for a plan only.
+    # The arrays from q to lse are required; a plan needs only q, k and v.
+    q: Any = None
+    k: Any = None
+    v: Any = None
     out: Any = None
     dout: Any = None
     lse: Any = None
@@ -45,9 +45,17 @@ class GradientArguments(NamedTuple):
     cu_seqlens_k: Any = None
     seqused_k: Any = None
 
-    def arrays_of_kind(self, kind: str) -> tuple[Any, ...]:
+    def key_arrays(self, options: Options) -> tuple[Any, ...]:
         """Return all arrays: backward calls of every kind have the same."""
         return self
+
+    def written(self, options: Options) -> dict[str, Any]:
+        """Return the arrays that the gradients of q, k and v are written to."""
+        return {"dq": self.dq, "dk": self.dk, "dv": self.dv}
+
+    def require_given(self, options: Options) -> None:
+        """Raise TypeError if an array that every backward call needs is None."""
+        require_arrays(self, _REQUIRED)
 
     @property
     def like(self) -> Any:
@@ -76,7 +84,26 @@ class GradientArguments(NamedTuple):
 
 
 _FIXED = len(GradientArguments._fields)
+
+
+def in_field_order(
+    inputs: tuple[Any, ...],
+    results: tuple[Any, ...],
+    gradients: tuple[Any, ...],
+    lengths: tuple[Any, ...],
+    absent: Any = None,
+) -> tuple[Any, ...]:
+    """Return values in the order of the fields of `GradientArguments`.
+
+    `inputs` are those of q, k and v, `results` those of out and lse, and `gradients` those of dout
+    and dlse. The value of dq, dk and dv is `absent`.
+    """
+    (out, lse), (dout, dlse) = results, gradients
+    return (*inputs, out, dout, lse, dlse, absent, absent, absent, *lengths)
+
+
 WRITTEN = ("dq", "dk", "dv")
+_REQUIRED = ("q", "k", "v", "out", "dout", "lse")
 _OTHERS = ("dout", "out")
 
 
@@ -88,8 +115,8 @@ def require_grad_dtype(grad_dtype: Any) -> None:
         )
 
 
-def gradient_problem(arguments: GradientArguments, options: Options) -> Problem:
-    """Return the backward problem of a call, given NumPy or CuPy arrays.
+def check_gradient_call(arguments: GradientArguments, options: Options) -> CheckedCall:
+    """Check the NumPy or CuPy arrays and the options of a backward call; return its problem.
 
     Raises
     ------
@@ -101,7 +128,7 @@ def gradient_problem(arguments: GradientArguments, options: Options) -> Problem:
     for name in _OTHERS:
         array = getattr(arguments, name)
         require_float(name, array)
-    problem = problem_of(arguments.forward, options)
+    problem, mod_arrays = check_call(arguments.forward, options)
     if options.is_dense:
         require_batch_axes("dout", arguments.dout, arguments.q)
     _require_row_values(arguments, problem)
@@ -131,7 +158,7 @@ def gradient_problem(arguments: GradientArguments, options: Options) -> Problem:
         bias=_bias_axes(arguments) if "bias" in options.wrt else None,
         captured=sum(_input(arguments, n).size for n in options.wrt if n.startswith(OF_MOD)),
     )
-    return with_gradient(problem, spec, dout, gradients)
+    return CheckedCall(with_gradient(problem, spec, dout, gradients), mod_arrays)
 
 
 def _bias_axes(arguments: GradientArguments) -> tuple[int, int, int, int]:

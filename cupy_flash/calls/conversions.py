@@ -17,8 +17,8 @@ from cupy_flash.arrays.strided import (
     is_aligned,
     readable_in_place,
 )
-from cupy_flash.calls.arguments import INT32
-from cupy_flash.calls.options import Options
+from cupy_flash.calls.arguments import INT32, call_arrays
+from cupy_flash.calls.options import DENSE_KINDS, Options
 from cupy_flash.mods.keywords import ARRAYS, VECTORS
 
 _CONVERTED = INT32.union(ARRAYS)
@@ -87,6 +87,30 @@ def converted(arrays: Any, options: Options | None = None) -> Any:
     )
 
 
+def readable_copies(arguments: Any, options: Options, in_place: tuple[str, ...]) -> dict[str, Any]:
+    """Return the arrays of a call by name, with copies of those that kernels cannot read in place.
+
+    Arrays named `in_place` and those of modifications are left out.
+    """
+    return {
+        name: readable_in_place(
+            array, one_batch=options.kind in DENSE_KINDS, inner=4 if name == "qkv" else 3
+        )
+        for name, array in call_arrays(arguments).items()
+        if name not in in_place
+    }
+
+
+def contiguous_copies(arrays: Any, *names: str) -> dict[str, Any]:
+    """Return copies, by name, of the arrays on a GPU that are not contiguous or not aligned."""
+    given = {name: as_cupy(getattr(arrays, name)) for name in names}
+    return {
+        name: array_module(array).ascontiguousarray(readable_in_place(array))
+        for name, array in given.items()
+        if array is not None and not (array.flags.c_contiguous and is_aligned(array))
+    }
+
+
 def _copy(name: str, given: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
     array = as_cupy(readable_in_place(given))
     if name in INT32:
@@ -100,7 +124,7 @@ def _copy(name: str, given: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any
 
 def _head_values(name: str, array: Any, arrays: Any, options: Options | None) -> Converted:
     """Return the shape and dtype in which kernels read an array of ALiBi slopes or sinks."""
-    like = as_cupy(arrays.out_partial if options is None else arrays.like)
+    like = as_cupy(arrays.like)
     shape, dtype = tuple(array.shape), array.dtype
     if array.ndim == 0 and like.ndim >= 3:
         axis = -3 if options is not None and options.layout == "bhsd" else -2
@@ -118,7 +142,7 @@ def _is_readable(name: str, array: Any) -> bool:
     if isinstance(array, np.ndarray):
         # Reading the flags takes 0.1 us, reading the address of a NumPy array 1 us.
         return array.flags.aligned and has_whole_strides(array)
-    # The argument struct holds no strides of the int32 arrays.
+    # The argument struct holds no strides of int32 arrays, so these must be contiguous.
     is_contiguous = name not in INT32 or has_contiguous_rows(array)
     return is_contiguous and has_whole_strides(array) and is_aligned(array)
 

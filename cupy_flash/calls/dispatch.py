@@ -1,16 +1,15 @@
-"""Dispatch of forward calls: read the arrays, compute where they are, convert the results back."""
+"""Dispatch of calls: read the arrays, compute where they are, and convert the results back."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupy_flash.arrays import kinds
 from cupy_flash.arrays.jax_arrays import from_jax, to_jax
-from cupy_flash.arrays.overlap import require_no_overlap
 from cupy_flash.arrays.strided import (
     as_cupy,
     has_one_batch_stride,
@@ -22,31 +21,49 @@ from cupy_flash.arrays.strided import (
 )
 from cupy_flash.arrays.torch_arrays import count_writes, is_torch_on_gpu
 from cupy_flash.calls.arguments import (
-    CACHES,
     FLOAT8_SCALES,
     IN_PLACE,
     Arguments,
+    call_arrays,
     normalized,
-    require_given,
+    require_arrays,
     with_modifications,
 )
-from cupy_flash.calls.backends import cpu_tile, require_backend, require_gpu_backend
-from cupy_flash.calls.check.modifications import NO_USER_MODS, ModificationKey, UserMods
-from cupy_flash.calls.check.partials import Partials, spec_of_call, stacked
-from cupy_flash.calls.check.problems import problem_of
-from cupy_flash.calls.conversions import conversions, converted
+from cupy_flash.calls.backends import require_backend, require_gpu_backend
+from cupy_flash.calls.backward_arguments import WRITTEN
+from cupy_flash.calls.check.modifications import NO_USER_MODS, UserMods
+from cupy_flash.calls.check.partials import Partials, stacked
+from cupy_flash.calls.conversions import conversions
 from cupy_flash.calls.gpu import prepared_calls
 from cupy_flash.calls.gpu.allocate import as_tensor
-from cupy_flash.calls.gpu.sharded_append import AppendedRows, CacheSharding
+from cupy_flash.calls.gpu.forward import ATTENTION
+from cupy_flash.calls.gpu.merge import MERGE
+from cupy_flash.calls.gpu.prepared_calls import Operation
+from cupy_flash.calls.gpu.sharded_append import APPEND, AppendedRows, CacheSharding
 from cupy_flash.calls.host import forward as host_forward
-from cupy_flash.calls.options import Options, plain_options, with_offsets
-from cupy_flash.cpu import combine as cpu_combine
-from cupy_flash.cpu.plan import make_cpu_plan
+from cupy_flash.calls.host import merge as host_merge
+from cupy_flash.calls.options import INTEGER_OR_NONE, Options, plain_options, with_offsets
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.gpu import compiler
 from cupy_flash.gpu.environment import current_device, gpu_unavailable
 from cupy_flash.planning.planner import Plan, make_plan
 from cupy_flash.problem.device import device_for_arch
+from cupy_flash.problem.gradient import ROWS
+
+
+class Computation(NamedTuple):
+    """Attention, its gradients or a merge: the operation on a GPU, and the module for host arrays.
+
+    The module's function `compute` takes the arrays, options, `keys`, backend and user functions.
+    Modules of attention and gradients also have functions `repeated` and `plan_of`.
+    """
+
+    operation: Operation
+    host: Any
+
+
+_ATTENTION = Computation(ATTENTION, host_forward)
+_MERGE = Computation(MERGE, host_merge)
 
 
 def attention(
@@ -67,63 +84,111 @@ def attention(
     modifications
         Keyword arguments that modify attention: masks, and changes of scores.
     """
+    if backend == "auto" and (
+        arguments.k_scale is not None
+        or arguments.v_scale is not None
+        or arguments.q_scale is not None
+    ):
+        arguments = _copy_scales_to_gpu(arguments)
+    results = run(_ATTENTION, arguments, options, backend, keys, modifications)
+    return results if options.return_lse else results[0]
+
+
+def run(
+    computation: Computation,
+    arguments: Any,
+    options: Options,
+    backend: str,
+    keys: int,
+    modifications: Mapping[str, Any] | None,
+) -> Any:
+    """Return the pair of out and lse (None if it is not requested), or the requested gradients.
+
+    The parameters are those of `attention`.
+    """
     mod_key, user_mods = None, NO_USER_MODS
-    options, modifications = with_offsets(options, modifications)
+    if options.q_offset.__class__ not in INTEGER_OR_NONE:
+        options, modifications = with_offsets(options, modifications)
     if modifications:
-        arguments, mod_key, user_mods = with_modifications(arguments, modifications)
+        arguments, mod_key, user_mods = with_modifications(
+            arguments, modifications, backward=options.wrt is not None
+        )
     options = plain_options(options)
+    results = None
+    # Fast paths of common calls, without the checks that arrays of these types always pass.
     if mod_key is None and arguments.q.__class__ is np.ndarray and options.kind == "dense":
-        fast_result = host_forward.repeated(arguments, options, backend)
-        if fast_result is not None:
-            return fast_result if options.return_lse else fast_result[0]
-    if backend == "auto":
-        # Fast path of common calls, without the checks that arrays of these types always pass.
-        like = arguments.q if arguments.qkv is None else arguments.qkv
-        if (
-            arguments.k_scale is not None
-            or arguments.v_scale is not None
-            or arguments.q_scale is not None
-        ):
-            arguments = _copy_scales_to_gpu(arguments)
+        results = computation.host.repeated(arguments, options, backend)
+    elif backend == "auto":
+        like = arguments.qkv if options.kind == "qkvpacked" else arguments.q
         if is_cupy_type(like.__class__):
-            fast_result = prepared_calls.run(arguments, options, keys, True, user_mods, mod_key)
-            if fast_result is not None:
-                return fast_result if options.return_lse else fast_result[0]
-        elif is_torch_on_gpu(*arguments.arrays_of_kind(options.kind)):
-            return _torch_attention(arguments, options, keys, user_mods, mod_key)
-        elif options.kind == "dense" and arguments.out is None and mod_key is None:
-            fast_result = _jax_attention(arguments, options)
-            if fast_result is not None:
-                return fast_result
-    require_backend(backend)
-    require_given(arguments, options)
+            results = prepared_calls.run(
+                computation.operation, arguments, options, keys, True, user_mods, mod_key
+            )
+        elif is_torch_on_gpu(*arguments.key_arrays(options)):
+            arguments.require_given(options)
+            with kinds.on_torch_stream("q" if like is arguments.q else "qkv", like):
+                results = prepared_calls.run(
+                    computation.operation, arguments, options, keys, False, user_mods, mod_key
+                )
+                count_writes(*arguments.written(options).values())
+                return tuple(map(as_tensor, results))
+        elif computation is _ATTENTION and mod_key is None:
+            results = _jax_attention(arguments, options)
+    if results is not None:
+        return results
     if mod_key is not None:
-        options = options.with_mod_key(mod_key)
-    options = options.with_separate_qkv()
-    as_qkv = None
-    if arguments.qkv is not None and arguments.qkv.__class__ is not np.ndarray:
-        # NumPy and CuPy slice without a copy. JAX copies, and DLPack itself defines no slices.
-        qkv = kinds.read("qkv", arguments.qkv)
-        as_qkv = kinds.result_converter("qkv", arguments.qkv)
-        arguments = arguments._replace(qkv=qkv)
-    arguments = arguments.parts_of_qkv(options.layout)
-    if as_qkv is None and all_are(np.ndarray, arguments.arrays_of_kind(options.kind)):
-        result, lse = host_forward.forward(arguments, options, keys, backend, user_mods)
-        return (result, lse) if options.return_lse else result
-    for array, name in zip(_written(arguments, options), ("out", *IN_PLACE), strict=False):
+        options = options._replace(mod_key=mod_key)
+    require_backend(backend)
+    arguments.require_given(options)
+    convert = None
+    if options.kind == "qkvpacked":
+        if arguments.qkv.__class__ is not np.ndarray:
+            # NumPy and CuPy slice without a copy. JAX copies, and DLPack itself defines no slices.
+            convert = kinds.result_converter("qkv", arguments.qkv)
+        arguments, options = _separated(arguments, options)
+    return _compute(computation, arguments, options, backend, keys, user_mods, convert)
+
+
+def _compute(
+    computation: Computation,
+    arrays: Any,
+    options: Any,
+    backend: str = "auto",
+    keys: int = 0,
+    user_mods: UserMods = NO_USER_MODS,
+    convert: Callable[[Any], Any] | None = None,
+) -> tuple[Any, ...]:
+    """Compute attention, gradients or a merge of arrays of any library.
+
+    The results are converted by `convert`; by default to the library of the first array.
+    """
+    call = (options, keys, backend, user_mods)
+    if convert is None and _all_are_numpy(arrays.key_arrays(options)):
+        results: tuple[Any, ...] = computation.host.compute(arrays, *call)
+        return results
+    written = arrays.written(options)
+    for name, array in written.items():
         kinds.require_mutable(name, array)
-    given, out = arguments, arguments.out
-    arguments, convert = normalized(arguments)
-    convert = as_qkv or convert
-    if isinstance(arguments.q, np.ndarray):
-        result, lse = host_forward.forward(arguments, options, keys, backend, user_mods)
+    arrays, as_first = normalized(arrays, tuple(written))
+    if isinstance(arrays.like, np.ndarray):
+        results = computation.host.compute(arrays, *call)
     else:
         require_gpu_backend(backend)
-        result, lse = prepared_calls.run(arguments, options, keys, False, user_mods)
-    count_writes(*_written(given, options))
-    # The conversion also makes the caller's stream wait for ours, so `out` is converted as well.
-    result = convert(result) if out is None else (convert(result), out)[1]
-    return (result, convert(lse)) if options.return_lse else result
+        results = prepared_calls.run(
+            computation.operation, arrays, options, keys, user_mods=user_mods
+        )
+    count_writes(*written.values())
+    convert = convert or as_first
+    given = {id(getattr(arrays, name)): array for name, array in written.items()}
+    # Every result is converted, because the conversion makes the caller's stream wait for ours.
+    # A result that was written to an array of the caller is returned as this array.
+    return tuple([None if x is None else given.get(id(x), convert(x)) for x in results])
+
+
+def _separated(arguments: Arguments, options: Options) -> tuple[Arguments, Options]:
+    """Return the arguments and options of a call with q, k and v as views of qkv."""
+    arguments = arguments._replace(qkv=kinds.read("qkv", arguments.qkv))
+    return arguments.parts_of_qkv(options.layout), options._replace(kind="dense")
 
 
 def _copy_scales_to_gpu(arguments: Arguments) -> Arguments:
@@ -138,30 +203,22 @@ def _copy_scales_to_gpu(arguments: Arguments) -> Arguments:
     return arguments._replace(**copied)
 
 
-def combine(partials: Partials) -> tuple[Any, Any]:
+def combine(partials: Partials) -> tuple[Any, ...]:
     """Return the result of `cupy_flash.combine`: out and lse."""
     if is_cupy(partials.out_partial) and is_cupy(partials.lse_partial):
-        fast_result = prepared_calls.run(partials, None, 0, True)
-        if fast_result is not None:
-            return fast_result
-    out = partials.out
-    as_parts = None
+        results: tuple[Any, ...] | None = prepared_calls.run(MERGE, partials, None, 0, True)
+        if results is not None:
+            return results
+    convert = None
+    require_arrays(partials, ("out_partial", "lse_partial"))
     if isinstance(partials.out_partial, (list, tuple)):
-        partials, as_parts = stacked(partials)
-    partials, convert = normalized(partials)
-    convert = as_parts or convert
-    if isinstance(partials.out_partial, np.ndarray):
-        result, lse = _combine_on_host(partials)
-    else:
-        result, lse = prepared_calls.run(partials, None)
-    result = convert(result) if out is None else (convert(result), out)[1]
-    count_writes(out)
-    return result, convert(lse)
+        partials, convert = stacked(partials)
+    return _compute(_MERGE, partials, None, convert=convert)
 
 
 def append(rows: AppendedRows, sharding: CacheSharding, keys: int) -> None:
     """Write new rows of CuPy arrays into a rank's cache shard; see `attention` for `keys`."""
-    prepared_calls.run(rows, sharding, keys)
+    prepared_calls.run(APPEND, rows, sharding, keys)
 
 
 def plan(
@@ -170,35 +227,44 @@ def plan(
     backend: str,
     arch: str | None,
     modifications: Mapping[str, Any] | None = None,
+    *,
+    compiles: bool = True,
 ) -> Plan:
-    """Return the plan of a call without reading its arrays; see `cupy_flash.plan`."""
-    made_plan = unloaded_plan(arguments, options, backend, arch, modifications)
-    if arch is not None or made_plan.unit is None:
+    """Return the plan of a call without reading its arrays; see `cupy_flash.plan`.
+
+    If `compiles`, the kernels for the current GPU are compiled, and the plan has their resources.
+    """
+    require_backend(backend)
+    arguments.require_given(options)
+    if options.kind == "qkvpacked":
+        arguments, options = _separated(arguments, options)
+    arguments, options = as_planned(arguments, options, modifications)
+    made_plan = plan_of(_ATTENTION, arguments, options, backend, arch)
+    if not compiles or arch is not None or made_plan.unit is None:
         return made_plan
     return dataclasses.replace(made_plan, resources=compiler.loaded_resources(made_plan.unit))
 
 
-def unloaded_plan(
-    arguments: Arguments,
-    options: Options,
-    backend: str,
-    arch: str | None,
-    modifications: Mapping[str, Any] | None = None,
-) -> Plan:
-    """Return the plan of a call without its resources, so that nothing is compiled."""
+def as_planned(
+    arguments: Any, options: Options, modifications: Mapping[str, Any] | None
+) -> tuple[Any, Options]:
+    """Return the NumPy or CuPy arrays and the plain options of a call that is planned."""
     options, modifications = with_offsets(options, modifications)
-    if modifications:
-        arguments, mod_key, _ = with_modifications(arguments, modifications)
-        options = options.with_mod_key(mod_key)
-    options = plain_options(options)
-    require_backend(backend)
-    require_given(arguments, options)
-    if arguments.qkv is not None:
-        arguments = arguments._replace(qkv=kinds.read("qkv", arguments.qkv))
-    arguments, options = arguments.parts_of_qkv(options.layout), options.with_separate_qkv()
-    arguments, _ = normalized(arguments)
-    arguments = type(arguments)(*map(as_cupy, arguments))
-    problem = problem_of(_as_copied(arguments, options), options)
+    arguments, mod_key, _ = with_modifications(
+        arguments, modifications, backward=options.wrt is not None
+    )
+    options = plain_options(options._replace(mod_key=mod_key))
+    arguments, _ = normalized(arguments, tuple(arguments.written(options)))
+    return type(arguments)(*map(as_cupy, arguments)), options
+
+
+def plan_of(
+    computation: Computation, arguments: Any, options: Options, backend: str, arch: str | None
+) -> Plan:
+    """Return the plan of a call on the result of `as_planned`."""
+    check = computation.operation.check
+    assert check is not None
+    problem, _ = check(_as_copied(arguments, options), options)
     if arch is not None and backend == "cpu":
         raise ValueError(f"arch is {arch!r}, but backend is 'cpu'; pass only one of them")
     if arch is not None:
@@ -206,27 +272,25 @@ def unloaded_plan(
     if not isinstance(arguments.q, np.ndarray):
         require_gpu_backend(backend)
     elif not host_forward.runs_on_gpu(problem, options, backend):
-        tile = cpu_tile(problem, options.family, options.tile)
-        return make_cpu_plan(problem, tile, gpu_unavailable())
+        cpu_plan: Plan = computation.host.plan_of(problem, options, gpu_unavailable())
+        return cpu_plan
     else:
         order = host_forward.upload_order(options)
         uploaded = (None if x is None else unallocated_copy(x, order) for x in arguments)
-        problem = problem_of(_as_copied(type(arguments)(*uploaded), options), options)
+        problem, _ = check(_as_copied(type(arguments)(*uploaded), options), options)
     if reason := gpu_unavailable():
         raise UnsupportedError(f"no GPU to plan for: {reason}; pass an arch such as 'sm_90'")
     return make_plan(problem, current_device(), family=options.family, tile=options.tile)
 
 
-def _as_copied(arguments: Arguments, options: Options) -> Arguments:
+def _as_copied(arguments: Any, options: Options) -> Any:
     """Return the arrays with the layouts of the copies that a call would make, unallocated."""
     new = {n: unallocated(*spec) for n, spec in conversions(arguments, options).items()}
     arguments = arguments._replace(**new)
     copied = {
         name: unallocated_copy(array)
-        for name, array in zip(arguments._fields, arguments, strict=True)
-        if array is not None
-        and name in Arguments._fields
-        and name not in IN_PLACE
+        for name, array in call_arrays(arguments).items()
+        if name not in (*IN_PLACE, *WRITTEN)
         and not (
             is_readable_in_place(array) and (has_one_batch_stride(array) or not options.is_dense)
         )
@@ -234,62 +298,25 @@ def _as_copied(arguments: Arguments, options: Options) -> Arguments:
     return arguments._replace(**copied)
 
 
-def _written(arguments: Arguments, options: Options) -> tuple[Any, ...]:
-    """Return the given arrays that a call writes: out, then the caches and scales of an append."""
-    if options.kind != "kvcache" or arguments.k is None:
-        return (arguments.out,)
-    names = IN_PLACE if options.compute_scales else CACHES
-    return (arguments.out, *[getattr(arguments, name) for name in names])
-
-
-def all_are(kind: type, given: tuple[Any, ...]) -> bool:
-    """Return whether all arrays have exactly this type; absent arrays are ignored."""
-    # A loop, because a generator or sets of types take half a microsecond longer.
+def _all_are_numpy(given: tuple[Any, ...]) -> bool:
+    """Return whether all arrays that are not None have exactly the type `numpy.ndarray`."""
+    # A generator expression or sets of types would take half a microsecond longer than this loop.
     for array in given:  # noqa: SIM110
-        if array is not None and array.__class__ is not kind:
+        if array is not None and array.__class__ is not np.ndarray:
             return False
     return True
 
 
-def _torch_attention(
-    arguments: Arguments,
-    options: Options,
-    keys: int,
-    user_mods: UserMods,
-    mod_key: ModificationKey | None,
-) -> Any:
-    """Compute attention of GPU tensors without the checks that they always pass (saves 5 us)."""
-    require_given(arguments, options)
-    name, like = ("q", arguments.q) if arguments.qkv is None else ("qkv", arguments.qkv)
-    with kinds.on_torch_stream(name, like):
-        result, lse = prepared_calls.run(arguments, options, keys, False, user_mods, mod_key)
-        count_writes(*_written(arguments, options))
-        result = as_tensor(result)
-        return (result, as_tensor(lse)) if options.return_lse else result
-
-
-def _jax_attention(arguments: Arguments, options: Options) -> Any | None:
-    """Compute attention of JAX arrays; return None if one cannot be read by its address."""
+def _jax_attention(arguments: Arguments, options: Options) -> tuple[Any, Any] | None:
+    """Compute attention of JAX arrays; return None unless all can be read by their addresses."""
+    if options.kind != "dense" or arguments.out is not None:
+        return None
     memories = []
-    for name in ("q", "k", "v"):
+    for name in ROWS:
         memory = from_jax(name, getattr(arguments, name))
         if memory is None:
             return None
         memories.append(memory)
-    result, lse = prepared_calls.run(Arguments(*memories), options)
+    result, lse = prepared_calls.run(ATTENTION, Arguments(*memories), options)
     device = memories[0].device
-    result = to_jax(result, device)
-    return (result, to_jax(lse, device)) if options.return_lse else result
-
-
-def _combine_on_host(partials: Partials) -> tuple[np.ndarray, np.ndarray]:
-    partials = converted(partials)
-    out_partial, lse_partial, out, sinks = partials
-    if out is not None:
-        host_forward.require_writable("out", out)
-    spec_of_call(*partials)
-    if out is None:
-        out = np.empty(out_partial.shape[1:], out_partial.dtype)
-    else:
-        require_no_overlap(partials._fields, partials, ("out",))
-    return out, cpu_combine.merge(out_partial, lse_partial, out, sinks)
+    return to_jax(result, device), None if lse is None else to_jax(lse, device)

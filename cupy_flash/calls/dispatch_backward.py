@@ -1,4 +1,4 @@
-"""Dispatch of backward calls, like that of forward calls in `dispatch.py`."""
+"""Dispatch of backward calls: the requested gradients, and calls on one array of q, k and v."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.arrays.kinds import no_array, normalize_out, on_torch_stream, read, result_converter
+from cupy_flash.arrays.kinds import no_array, normalize_out, read, result_converter
 from cupy_flash.arrays.numpy_errors import ignore_fp_errors
 from cupy_flash.arrays.strided import (
     array_module,
     as_cupy,
-    is_cupy_type,
     require_axes,
     require_batch_axes,
     require_float,
@@ -20,35 +19,25 @@ from cupy_flash.arrays.strided import (
     to_bshd,
     unallocated,
 )
-from cupy_flash.arrays.torch_arrays import count_writes, is_any_tensor, is_torch_on_gpu
+from cupy_flash.arrays.torch_arrays import count_writes, is_any_tensor
 from cupy_flash.calls.arguments import (
     check_qkv,
-    normalized,
     parts_of,
-    with_modifications,
+    require_arrays,
 )
-from cupy_flash.calls.backends import require_backend, require_gpu_backend
+from cupy_flash.calls.backends import require_backend
 from cupy_flash.calls.backward_arguments import (
-    WRITTEN,
     GradientArguments,
-    gradient_problem,
     require_grad_dtype,
 )
-from cupy_flash.calls.check.modifications import NO_USER_MODS, ModificationKey, UserMods
-from cupy_flash.calls.conversions import conversions
-from cupy_flash.calls.dispatch import all_are
-from cupy_flash.calls.gpu import prepared_calls
-from cupy_flash.calls.gpu.allocate import as_tensor
+from cupy_flash.calls.dispatch import Computation, as_planned, plan_of, run
+from cupy_flash.calls.gpu.backward import GRADIENTS
 from cupy_flash.calls.host import backward as host_backward
-from cupy_flash.calls.host import forward as host_forward
-from cupy_flash.calls.options import Options, plain_options, with_offsets
-from cupy_flash.errors import UnsupportedError
-from cupy_flash.gpu.environment import current_device, gpu_unavailable
-from cupy_flash.planning.planner import Plan, make_plan
-from cupy_flash.problem.device import device_for_arch
+from cupy_flash.calls.options import Options
+from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.gradient import OF_MOD, ROWS
 
-_REQUIRED = ("q", "k", "v", "out", "dout", "lse")
+_GRADIENTS = Computation(GRADIENTS, host_backward)
 # Name of the array that holds queries, keys and values.
 QKV = "qkv"
 
@@ -117,80 +106,18 @@ def gradients(
     modifications: Mapping[str, Any],
 ) -> tuple[Any, ...]:
     """Return the result of a public function that computes gradients."""
-    mod_key, user_mods = None, NO_USER_MODS
-    options, modifications = with_offsets(options, modifications)
-    if modifications:
-        arguments, mod_key, user_mods = with_modifications(arguments, modifications, backward=True)
     require_grad_dtype(options.grad_dtype)
-    options = plain_options(options)
-    if mod_key is None and arguments.q.__class__ is np.ndarray and options.kind == "dense":
-        repeated = host_backward.repeated(arguments, options, backend)
-        if repeated is not None:
-            return repeated
-    if backend == "auto" and is_cupy_type(arguments.q.__class__):
-        results = prepared_calls.run(arguments, options, 0, True, user_mods, mod_key)
-        if results is not None:
-            return _as_inputs(results, arguments, options)
-    if backend == "auto" and is_torch_on_gpu(*arguments):
-        return _torch_gradients(arguments, options, user_mods, mod_key)
-    require_backend(backend)
-    if mod_key is not None:
-        options = options.with_mod_key(mod_key)
-    for name in _REQUIRED:
-        if getattr(arguments, name) is None:
-            raise no_array(name, None)
-    if all_are(np.ndarray, arguments):
-        results = host_backward.backward(arguments, options, backend, user_mods)
-        return _as_inputs(results, arguments, options)
-    given = arguments
-    arguments, convert = normalized(arguments, WRITTEN)
-    if isinstance(arguments.q, np.ndarray):
-        results = host_backward.backward(arguments, options, backend, user_mods)
-    else:
-        require_gpu_backend(backend)
-        results = prepared_calls.run(arguments, options, 0, False, user_mods)
+    results = list(run(_GRADIENTS, arguments, options, backend, 0, modifications))
     assert options.wrt is not None
-    # The conversion also makes the caller's stream wait for ours, so dq, dk, dv are converted, too.
-    converted = _as_inputs([convert(result) for result in results], given, options)
-    own = [getattr(given, f"d{name}", None) for name in options.wrt]
-    count_writes(*own)
-    return tuple(new if x is None else x for x, new in zip(own, converted, strict=True))
-
-
-def _torch_gradients(
-    arguments: GradientArguments,
-    options: Options,
-    user_mods: UserMods,
-    mod_key: ModificationKey | None,
-) -> tuple[Any, ...]:
-    """Compute gradients of GPU tensors, without the checks that such tensors always pass."""
-    for name in _REQUIRED:
-        if getattr(arguments, name) is None:
-            raise no_array(name, None)
-    with on_torch_stream("q", arguments.q):
-        results = prepared_calls.run(arguments, options, 0, False, user_mods, mod_key)
-        count_writes(arguments.dq, arguments.dk, arguments.dv)
-        return _as_inputs([as_tensor(result) for result in results], arguments, options)
-
-
-def _as_inputs(
-    results: Sequence[Any], given: GradientArguments, options: Options
-) -> tuple[Any, ...]:
-    """Return the gradients; the gradient of sinks gets the dtype and axes of the given sinks."""
-    assert options.wrt is not None
-    result = tuple(results)
-    if "sinks" not in options.wrt or options.grad_dtype is not None:
-        return result
-    sinks_index, sinks = options.wrt.index("sinks"), given.sinks  # type: ignore[attr-defined]
-    return (
-        *result[:sinks_index],
-        _as_sinks(result[sinks_index], sinks),
-        *result[sinks_index + 1 :],
-    )
+    if "sinks" in options.wrt and options.grad_dtype is None:
+        index = options.wrt.index("sinks")
+        results[index] = _as_sinks(results[index], modifications["sinks"])
+    return tuple(results)
 
 
 @ignore_fp_errors
 def _as_sinks(gradient: Any, sinks: Any) -> Any:
+    """Return the gradient of sinks with the dtype and axes of the given sinks."""
     if not isinstance(sinks, (list, tuple)) and getattr(sinks, "ndim", 0) == 0:
         # One sink was used for all heads, so their gradients are summed.
         gradient = gradient.sum()
@@ -211,18 +138,8 @@ def gradients_of_qkv(
 ) -> tuple[Any, ...]:
     """Return the gradients of a call on one array of queries, keys and values.
 
-    Parameters
-    ----------
-    qkv, dqkv
-        Array of queries, keys and values; and array for its gradient, or None.
-    others
-        Remaining arrays of the call.
-    options
-        Options of the call, without `wrt`.
-    backend, modifications
-        See `gradients`.
-    wrt
-        The result of `wanted_of_qkv`.
+    The gradient of qkv is written to dqkv unless dqkv is None. `others` are the remaining arrays of
+    the call. `wrt` is the result of `wanted_of_qkv`, and `options` are without `wrt`.
     """
     if qkv is None:
         raise no_array(QKV, None)
@@ -232,7 +149,11 @@ def gradients_of_qkv(
     require_grad_dtype(options.grad_dtype)
     written = None
     if QKV in wrt:
-        written = _gradient_for(packed, dqkv, options)
+        if dqkv is None:
+            written = array_module(packed).empty(packed.shape, options.grad_dtype or packed.dtype)
+        else:
+            written = as_cupy(normalize_out("dqkv", dqkv))
+            require_shape("dqkv", written, tuple(packed.shape), "the shape of qkv")
         arrays |= {f"d{name}": x for name, x in zip(ROWS, parts_of(written), strict=True)}
     elif dqkv is not None:
         raise ValueError("dqkv is given, but wrt does not name 'qkv'")
@@ -258,15 +179,6 @@ def parts_of_wrt(wrt: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for one in wrt for name in (ROWS if one == QKV else (one,)))
 
 
-def _gradient_for(packed: Any, dqkv: Any | None, options: Options) -> Any:
-    """Return the NumPy or CuPy array that the gradient of `packed` is written to."""
-    if dqkv is None:
-        return array_module(packed).empty(packed.shape, options.grad_dtype or packed.dtype)
-    written = as_cupy(normalize_out("dqkv", dqkv))
-    require_shape("dqkv", written, tuple(packed.shape), "the shape of qkv")
-    return written
-
-
 def plan(
     arguments: GradientArguments,
     options: Options,
@@ -278,16 +190,8 @@ def plan(
 
     If out, dout or lse is None, a contiguous array is assumed.
     """
-    for name in ROWS:
-        if getattr(arguments, name) is None:
-            raise no_array(name, None)
-    options, modifications = with_offsets(options, modifications)
-    arguments, mod_key, _ = with_modifications(arguments, modifications, backward=True)
-    options = plain_options(options.with_mod_key(mod_key))
-    arguments, _ = normalized(arguments, WRITTEN)
-    new = {n: unallocated(*spec) for n, spec in conversions(arguments, options).items()}
-    arguments = arguments._replace(**new)
-    arguments = type(arguments)(*map(as_cupy, arguments))
+    require_arrays(arguments, ROWS)
+    arguments, options = as_planned(arguments, options, modifications)
     q, v = arguments.q, arguments.v
     is_packed = options.kind == "varlen"
     for name, array in (("q", q), ("v", v)):
@@ -304,13 +208,4 @@ def plan(
     missing = {name: x for name, x in assumed.items() if getattr(arguments, name) is None}
     arguments = arguments._replace(**missing)
     require_backend(backend)
-    problem = gradient_problem(arguments, options)
-    if arch is not None:
-        device = device_for_arch(arch)
-    elif isinstance(q, np.ndarray) and not host_forward.runs_on_gpu(problem, options, backend):
-        return host_backward.plan_of(problem, options)
-    elif reason := gpu_unavailable():
-        raise UnsupportedError(f"no GPU to plan for: {reason}; pass an arch such as 'sm_90'")
-    else:
-        device = current_device()
-    return make_plan(problem, device, family=options.family, tile=options.tile)
+    return plan_of(_GRADIENTS, arguments, options, backend, arch)

@@ -161,24 +161,6 @@ def reshaped(array: Any, shape: Shape | None) -> Any:
     return array if array.shape == shape else array.reshape(shape)
 
 
-class Prepared(NamedTuple):
-    """Arguments of `flash_attention`, and the conversion of its result.
-
-    Attributes
-    ----------
-    arrays
-        q, k and v as NumPy or CuPy arrays.
-    options
-        Keyword arguments.
-    finish
-        Function that returns the result of the call, given that of `flash_attention`.
-    """
-
-    arrays: tuple[Any, Any, Any]
-    options: dict[str, Any]
-    finish: Callable[[Any], Any]
-
-
 def prepared(
     query: Any,
     key: Any,
@@ -188,8 +170,12 @@ def prepared(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
-) -> Prepared:
-    """Check and convert the arguments of `cupy_flash.scaled_dot_product_attention`."""
+) -> tuple[tuple[Any, Any, Any], dict[str, Any], Callable[[Any], Any]]:
+    """Check and convert the arguments of `cupy_flash.scaled_dot_product_attention`.
+
+    Returns the arrays and the keyword arguments of `flash_attention`, and a function that returns
+    the result of the call, given that of `flash_attention`.
+    """
     has_mask = attn_mask is not None
     options = options_of(dropout_p, is_causal, scale, enable_gqa, has_mask=has_mask)
     result = {name: read(name, x) for name, x in (("query", query), ("key", key), ("value", value))}
@@ -212,4 +198,4 @@ def prepared(
         whole = array_module(mask).broadcast_to(mask, shapes.whole_mask)
         options[name] = reshaped(whole, shapes.mask)
     arrays = reshaped(q, shapes.query), reshaped(k, shapes.key), reshaped(v, shapes.value)
-    return Prepared(arrays, options, lambda out: convert(reshaped(out, shapes.out)))
+    return arrays, options, lambda out: convert(reshaped(out, shapes.out))

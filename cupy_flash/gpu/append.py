@@ -25,8 +25,8 @@ from cupy_flash.families.contract import (
     source_digest,
 )
 from cupy_flash.families.params import PARAMS_DTYPE, TENSOR_DTYPE, assertions
-from cupy_flash.gpu.by_value import thread_arguments
 from cupy_flash.gpu.compiler import kernel_cache
+from cupy_flash.gpu.launch import StructLaunch
 from cupy_flash.gpu.params import PackedStruct
 from cupy_flash.problem.arrays import DTYPES, ITEMSIZE, MAX_ALIGNMENT, Scales, Strides
 from cupy_flash.problem.device import Device
@@ -322,8 +322,15 @@ def append_launch(spec: AppendSpec) -> tuple[tuple[int, int, int], tuple[int, in
     return (rows, min(MAX_GRID_Y, ceil_div(spec.chunks, threads)), 1), (threads, 1, 1)
 
 
-class Append:
-    """Append that is ready to run on the device for which it was prepared."""
+class Append(StructLaunch):
+    """Append that is ready to run on the device for which it was prepared.
+
+    Notes
+    -----
+    Lengths are clamped to [0, seqlen_cache], and rotary positions to the rows of the table. Rows
+    that would be beyond seqlen_cache or outside of the cache are not written. If two sequences use
+    the same cache entry, it contains the rows of either.
+    """
 
     def __init__(
         self,
@@ -333,56 +340,26 @@ class Append:
         grid: tuple[int, int, int] = (0, 0, 0),
         block: tuple[int, int, int] = (0, 0, 0),
     ) -> None:
-        fixed: dict[str, Any] = {
+        numbers = (
+            *("batch", "seqlen_new", "heads_q", "heads_kv", "caches", "rank", "rotary_stride"),
+            *("block_table_stride", "pages", "max_pages", "rotary_rows"),
+        )
+        fixed: dict[str, Any] = {name: getattr(spec, name) for name in numbers} | {
             "q": spec.q_strides,
             "k": spec.k_cache_strides,
             "v": spec.v_cache_strides,
             "new_k": spec.k_strides,
             "new_v": spec.v_strides,
-            "block_table_stride": spec.block_table_stride,
-            "rotary_stride": spec.rotary_stride,
-            "batch": spec.batch,
             "seqlen_q": spec.seqlen_q if spec.rotary_dim else 0,
             "seqlen_k": spec.seqlen_cache,
-            "seqlen_new": spec.seqlen_new,
             "total_new": spec.total_new or 0,
-            "heads_q": spec.heads_q,
-            "heads_kv": spec.heads_kv,
-            "caches": spec.caches,
-            "pages": spec.pages,
-            "max_pages": spec.max_pages,
-            "rotary_rows": spec.rotary_rows,
             "q_advances": int(spec.queries_advance),
-            "rank": spec.rank,
         }
         sources = {field: name for field, name in _SOURCES.items() if name in names}
         if spec.scales is not None:
             fixed |= spec.scales.given
             sources |= {name: name for name in spec.scales.given}
-        self._params = PackedStruct(APPEND_DTYPE, fixed, sources, names)
-        self._kernel = kernel
-        self._grid = grid
-        self._block = block
-
-    def run(self, values: tuple[int, ...]) -> None:
-        """Enqueue the append on the current stream.
-
-        Parameters
-        ----------
-        values
-            Addresses, and `keys`, in the order of `names`; 0 for an absent array.
-
-        Notes
-        -----
-        Lengths are clamped to [0, seqlen_cache], and rotary positions to the rows of the table.
-        Rows that would be beyond seqlen_cache or outside of the cache are not written. If two
-        sequences use the same cache entry, it contains the rows of either.
-        """
-        if self._kernel is None:
-            return
-        arguments = thread_arguments()
-        self._params.pack_into(arguments.memory, values)
-        self._kernel(self._grid, self._block, (arguments.pointer,))
+        super().__init__(PackedStruct(APPEND_DTYPE, fixed, sources, names), kernel, grid, block)
 
 
 def prepare(spec: AppendSpec, device: Device, names: Sequence[str]) -> Append:

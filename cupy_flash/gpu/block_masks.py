@@ -25,6 +25,7 @@ from cupy_flash.families.params import BLOCK_MASK_DTYPE, assertions
 from cupy_flash.gpu.by_value import ByValue
 from cupy_flash.gpu.compiler import kernel_cache
 from cupy_flash.gpu.environment import cupy_module
+from cupy_flash.gpu.params import struct_with_mods
 
 SOURCE = "block_mask/build.cu"
 FIND_RANGES, BUILD, ORDER = "find_ranges", "build_block_map", "order_tiles"
@@ -61,18 +62,7 @@ def params_dtype(mods: np.dtype) -> np.dtype:
         ("key_ranges", np.uint64),
         *((name, np.int32) for name in (*numbers, "left", "right")),
     ]
-    head = np.dtype(fields)
-    names, formats = zip(*fields, strict=True)
-    assert head.fields is not None
-    offsets = [head.fields[name][1] for name in names]
-    at_mods = round_up(head.itemsize, 8)
-    layout: Any = {
-        "names": [*names, "mods"],
-        "formats": [*formats, mods],
-        "offsets": [*offsets, at_mods],
-        "itemsize": at_mods + round_up(mods.itemsize, 8),
-    }
-    return np.dtype(layout)
+    return struct_with_mods(fields, mods)
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from cupy_flash.families.contract import (
     source_digest,
 )
 from cupy_flash.families.params import TENSOR_DTYPE, assertions
-from cupy_flash.gpu.by_value import thread_arguments
 from cupy_flash.gpu.compiler import kernel_cache
+from cupy_flash.gpu.launch import StructLaunch
 from cupy_flash.gpu.params import PackedStruct
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.partials import CombineSpec
@@ -79,31 +79,16 @@ def combine_unit(spec: CombineSpec) -> TranslationUnit:
     return TranslationUnit("\n".join(lines) + "\n", (ENTRY,), title)
 
 
-class Combine:
+class Combine(StructLaunch):
     """Merge that is ready to run on the device for which it was prepared."""
 
     def __init__(self, spec: CombineSpec, kernel: Any | None, names: Sequence[str]) -> None:
-        fixed = {
-            "out_partial": spec.partial_strides,
-            "out": spec.out_strides,
-            "split_stride": spec.split_stride,
-            "num_splits": spec.num_splits,
-            "batch": spec.batch,
-            "seqlen_q": spec.seqlen_q,
-            "heads_q": spec.heads_q,
-            "head_dim_v": spec.head_dim_v,
-        }
-        self._params = PackedStruct(COMBINE_DTYPE, fixed, _SOURCES, names)
-        self._kernel = kernel
-        self._grid = (ceil_div(spec.rows, _THREADS // spec.lanes), 1, 1)
-
-    def run(self, values: tuple[int, ...]) -> None:
-        """Enqueue the merge on the current stream, for addresses in the order of `names`."""
-        if self._kernel is None:
-            return
-        arguments = thread_arguments()
-        self._params.pack_into(arguments.memory, values)
-        self._kernel(self._grid, (_THREADS, 1, 1), (arguments.pointer,))
+        sizes = ("split_stride", "num_splits", "batch", "seqlen_q", "heads_q", "head_dim_v")
+        fixed = {name: getattr(spec, name) for name in sizes}
+        fixed |= {"out_partial": spec.partial_strides, "out": spec.out_strides}
+        params = PackedStruct(COMBINE_DTYPE, fixed, _SOURCES, names)
+        grid = (ceil_div(spec.rows, _THREADS // spec.lanes), 1, 1)
+        super().__init__(params, kernel, grid, (_THREADS, 1, 1))
 
 
 def prepare(spec: CombineSpec, device: Device, names: Sequence[str]) -> Combine:

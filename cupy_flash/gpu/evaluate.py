@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from cupy_flash.families.contract import TranslationUnit, ceil_div, round_up, source_digest
+from cupy_flash.families.contract import TranslationUnit, ceil_div, source_digest
 from cupy_flash.families.params import assertions
 from cupy_flash.gpu.by_value import ByValue
 from cupy_flash.gpu.compiler import kernel_cache
 from cupy_flash.gpu.environment import cupy_module
+from cupy_flash.gpu.params import struct_with_mods
 
 SOURCE = "score/evaluate.cu"
 ENTRY = "evaluate_modification"
@@ -19,20 +18,9 @@ _THREADS = 256
 
 def params_dtype(mods: np.dtype) -> np.dtype:
     """Return the dtype of the argument struct, which ends with what the modification reads."""
-    fields: dict[str, tuple[Any, int]] = {
-        "scores": (np.uint64, 0),
-        "results": (np.uint64, 8),
-        "pairs": (np.int64, 16),
-        "heads": (np.int32, 24),
-        "seqlen_q": (np.int32, 28),
-        "seqlen_k": (np.int32, 32),
-        "q_offset": (np.int32, 36),
-        "mods": (mods, 40),
-    }
-    formats, offsets = zip(*fields.values(), strict=True)
-    size = 40 + round_up(mods.itemsize, 8)
-    layout: Any = {"names": list(fields), "formats": formats, "offsets": offsets, "itemsize": size}
-    return np.dtype(layout)
+    addresses = [(name, np.uint64) for name in ("scores", "results")]
+    sizes = [(name, np.int32) for name in ("heads", "seqlen_q", "seqlen_k", "q_offset")]
+    return struct_with_mods([*addresses, ("pairs", np.int64), *sizes], mods)
 
 
 def evaluate_unit(text: str, headers: tuple[str, ...], mods: np.dtype) -> TranslationUnit:

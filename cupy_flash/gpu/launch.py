@@ -66,6 +66,27 @@ class Launches:
             launch(*fixed, stream, given.with_maps if takes_maps else given.alone, 0)
 
 
+class StructLaunch:
+    """Launch of one kernel that takes a struct; it does nothing if the kernel is None."""
+
+    def __init__(
+        self,
+        params: PackedStruct,
+        kernel: Any | None,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+    ) -> None:
+        self._params, self._kernel, self._grid, self._block = params, kernel, grid, block
+
+    def run(self, values: tuple[int, ...]) -> None:
+        """Enqueue the launch on the current stream, for values in the order of their names."""
+        if self._kernel is None:
+            return
+        arguments = thread_arguments()
+        self._params.pack_into(arguments.memory, values)
+        self._kernel(self._grid, self._block, (arguments.pointer,))
+
+
 @functools.cache
 def _launch_function() -> Any:
     from cupy.cuda import driver

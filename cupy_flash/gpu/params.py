@@ -10,7 +10,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupy_flash.families.contract import round_up
+
 _FORMAT_CODE = {"uint64": "Q", "int64": "q", "float64": "d", "int32": "i"}
+
+
+def struct_with_mods(fields: Sequence[tuple[str, Any]], mods: np.dtype) -> np.dtype:
+    """Return the dtype of a struct of these fields that ends with ``ModArguments``, aligned."""
+    names, formats = zip(*fields, strict=True)
+    head = np.dtype(list(fields))
+    assert head.fields is not None
+    offsets = [head.fields[name][1] for name in names]
+    at_mods = round_up(head.itemsize, 8)
+    layout: Any = {
+        "names": [*names, "mods"],
+        "formats": [*formats, mods],
+        "offsets": [*offsets, at_mods],
+        "itemsize": at_mods + round_up(mods.itemsize, 8),
+    }
+    return np.dtype(layout)
 
 
 class PackedStruct:

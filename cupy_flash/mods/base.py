@@ -313,14 +313,15 @@ class Modification:
         )
 
     def __hash__(self) -> int:
-        return hash(self._compared()[:-1])
+        hashable, _ = self._compared()
+        return hash(hashable)
 
-    def _compared(self) -> tuple[Any, ...]:
-        """Return all parts that are compared, except arrays; the last one may not be hashable."""
+    def _compared(self) -> tuple[tuple[Any, ...], Any]:
+        """Return the hashable parts that are compared, and the function, unless it is traced."""
         function = self.function if self._graph is None else None
         options = tuple(self._options().items())
         parts = self.expression, self._graph, self.numbers, self.array_names
-        return type(self), options, *parts, function
+        return (type(self), options, *parts), function
 
     def __repr__(self) -> str:
         name = getattr(self.function, "__name__", repr(self.function))

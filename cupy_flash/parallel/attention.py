@@ -17,7 +17,7 @@ from cupy_flash.arrays.strided import (
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.backends import require_backend
 from cupy_flash.calls.options import Options
-from cupy_flash.mods.keywords import checked_softcap, window_of
+from cupy_flash.mods.keywords import Window, checked_softcap, window_of
 from cupy_flash.parallel import calls, ring
 from cupy_flash.parallel.calls import Rows, Scores
 from cupy_flash.parallel.group import Group, run_collective
@@ -318,15 +318,15 @@ class _Call(NamedTuple):
                 require_float(name, array, dtypes)
                 require_shape(name, array, (heads_q,), "one for each query head")
         head_ranks = self._head_ranks(heads_q, heads_kv)
-        window = (None, None) if self.window_size is None else window_of(self.window_size)
+        window = Window() if self.window_size is None else window_of(self.window_size)
         geometry = Geometry(
             seqlen_q,
             seqlen_k,
             ranks=self.group.size // head_ranks,
             order=self.order,
             causal=bool(self.causal),
-            left=window[0],
-            right=window[1],
+            left=window.left,
+            right=window.right,
             cu_seqlens=self._cuts(q.shape[0], seqlen_q, seqlen_k),
             by_distance=self.alibi_slopes is not None,
         )
@@ -344,7 +344,8 @@ class _Call(NamedTuple):
         )
         alike = (
             *(self.name, q.dtype.name, q.shape[0], heads_q, heads_kv, q.shape[3], v.shape[3]),
-            *(geometry, head_ranks, *scores[:2], self.backend, bool(self.return_lse)),
+            *(geometry, head_ranks, scores.scale, scores.softcap, scores.backend),
+            bool(self.return_lse),
             None if self.sinks is None else dtype_name(self.sinks),
         )
         if not self.group.knows(alike):
@@ -354,8 +355,7 @@ class _Call(NamedTuple):
     def _refuse(self, q: Any, k: Any, v: Any, scale: float, *, is_backward: bool) -> None:
         options = Options("dense", causal=bool(self.causal), softmax_scale=scale, return_lse=True)
         if is_backward:
-            wide = None if dtype_name(q) == "float64" else "float32"
-            options = options._replace(wrt=ROWS, grad_dtype=wide)
+            options = options._replace(wrt=ROWS, grad_dtype=calls.accumulated_dtype(q))
         modifications = {
             "window_size": self.window_size,
             "softcap": self.softcap,

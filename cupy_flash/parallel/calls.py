@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from cupy_flash.arrays.strided import array_module, require_float
+from cupy_flash.arrays.strided import array_module, dtype_name, require_float
 from cupy_flash.calls import dispatch, dispatch_backward
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.backward_arguments import GradientArguments
@@ -51,14 +51,14 @@ def refuse_alone(
 ) -> None:
     """Raise the exception that a single rank would raise for arrays of these shapes and dtypes.
 
-    Raised later, in the middle of a call, it would leave the other ranks waiting.
+    If the exception were raised in the middle of a call, the other ranks would wait for this rank.
     """
     if 0 in (*arguments.q.shape[:2], *arguments.keys.shape[:2]):
         return
     if options.wrt is None:
-        dispatch.unloaded_plan(arguments, options, backend, None, modifications)
+        dispatch.plan(arguments, options, backend, None, modifications, compiles=False)
     else:
-        inputs = GradientArguments(*arguments[:3])
+        inputs = GradientArguments(arguments.q, arguments.k, arguments.v)
         dispatch_backward.plan(inputs, options, backend, None, modifications)
 
 
@@ -90,8 +90,7 @@ def attend(
     The arrays hold all rows, (batch, rows, heads, dim), and lse is (batch, heads, rows).
     """
     rows, keys = slice(*block.rows), slice(*block.keys)
-    options = _options(block, geometry, scores)._replace(shares_gpu=shares_gpu)
-    modifications = _modifications(block, geometry, scores)
+    options, modifications = _options(block, geometry, scores, shares_gpu=shares_gpu)
     arguments = Arguments(q[:, rows], k[:, keys], v[:, keys], out[:, rows])
     if block.cu_seqlens is not None:
         arguments = _packed(arguments, block)
@@ -104,11 +103,9 @@ def gradients(
 ) -> tuple[Any, Any, Any]:
     """Return a block's contributions to dq, dk and dv, in float32 or, for float64, in float64."""
     rows, keys = slice(*block.rows), slice(*block.keys)
-    options = _options(block, geometry, scores)._replace(
-        wrt=ROWS,
-        grad_dtype=None if k.dtype == "float64" else "float32",
+    options, modifications = _options(
+        block, geometry, scores, wrt=ROWS, grad_dtype=accumulated_dtype(k)
     )
-    modifications = _modifications(block, geometry, scores)
     lse = array_module(k).ascontiguousarray(shard.lse[:, :, rows])
     arguments = GradientArguments(
         shard.q[:, rows], k[:, keys], v[:, keys], shard.out[:, rows], shard.dout[:, rows], lse
@@ -121,7 +118,7 @@ def gradients(
 
 
 def sink_gradients(shard: Rows, k: Any, v: Any, sinks: Any, scores: Scores) -> Any:
-    """Return the gradients of sinks, (heads,), which need `shard.lse` but no keys: zeros do."""
+    """Return the gradients of sinks, (heads,). They depend on no key or value."""
     xp = array_module(k)
     key, value = (xp.zeros((array.shape[0], 1, *array.shape[2:]), array.dtype) for array in (k, v))
     options = Options(
@@ -129,37 +126,34 @@ def sink_gradients(shard: Rows, k: Any, v: Any, sinks: Any, scores: Scores) -> A
         softmax_scale=scores.scale,
         return_lse=True,
         wrt=("sinks",),
-        grad_dtype=None if k.dtype == "float64" else "float32",
+        grad_dtype=accumulated_dtype(k),
     )
     arguments = GradientArguments(shard.q, key, value, shard.out, shard.dout, shard.lse)
     (gradient,) = dispatch_backward.gradients(arguments, options, scores.backend, {"sinks": sinks})
     return gradient
 
 
-def _options(block: ScoreBlock, geometry: Geometry, scores: Scores) -> Options:
-    is_packed = block.cu_seqlens is not None
-    causal = geometry.causal and block.is_masked
-    longest = None
-    if block.cu_seqlens is not None:
-        boundaries = block.cu_seqlens
-        longest = max(stop - start for start, stop in itertools.pairwise(boundaries))
-    needs_positions = causal or bool(_modifications(block, geometry, scores))
-    return Options(
-        "varlen" if is_packed else "dense",
-        causal=causal,
-        softmax_scale=scores.scale,
-        return_lse=True,
-        q_offset=block.q_offset if needs_positions and not is_packed else None,
-        max_seqlen_q=longest,
-        max_seqlen_k=longest,
-    )
+def accumulated_dtype(array: Any) -> str | None:
+    """Return the `grad_dtype` with which partial gradients are summed without rounding."""
+    return None if dtype_name(array) == "float64" else "float32"
 
 
-def _modifications(block: ScoreBlock, geometry: Geometry, scores: Scores) -> dict[str, Any]:
-    result = {"softcap": scores.softcap, "alibi_slopes": scores.alibi_slopes}
+def _options(
+    block: ScoreBlock, geometry: Geometry, scores: Scores, **options: Any
+) -> tuple[Options, dict[str, Any]]:
+    """Return the options and the modifications of the call that computes a block."""
+    given = {"softcap": scores.softcap, "alibi_slopes": scores.alibi_slopes}
     if block.is_masked and geometry.has_window:
-        result["window_size"] = (geometry.left, geometry.right)
-    return {name: value for name, value in result.items() if value is not None}
+        given["window_size"] = (geometry.left, geometry.right)
+    modifications = {name: value for name, value in given.items() if value is not None}
+    causal = geometry.causal and block.is_masked
+    if block.cu_seqlens is not None:
+        longest = max(stop - start for start, stop in itertools.pairwise(block.cu_seqlens))
+        options |= {"kind": "varlen", "max_seqlen_q": longest, "max_seqlen_k": longest}
+    elif causal or modifications:
+        options["q_offset"] = block.q_offset
+    made = Options(causal=causal, softmax_scale=scores.scale, return_lse=True, **options)
+    return made, modifications
 
 
 def _packed(arguments: Any, block: ScoreBlock) -> Any:

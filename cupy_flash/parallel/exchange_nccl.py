@@ -14,7 +14,7 @@ from cupy_flash.errors import ParallelError
 from cupy_flash.gpu.environment import cupy_module, nccl_module
 from cupy_flash.parallel.exchange import Message
 
-# Stream priority beyond the range of any device; CUDA uses the highest priority instead.
+# Stream priority beyond the range of any device, for which CUDA uses the highest priority.
 _FIRST = -100
 # Maximum interval, in seconds, at which the guard thread checks exchanges.
 _LOOKS = 0.2
@@ -61,7 +61,7 @@ class NcclExchange:
         self.xp, self._nccl = cupy_module(), nccl_module()
         self.rank, self.size, self._device = comm.rank_id(), comm.size(), comm.device_id()
         self._comm, self._timeout = comm, timeout
-        # With the highest priority, NCCL's thread blocks start as soon as any of attention end.
+        # With the highest priority, thread blocks of NCCL start as soon as any of attention end.
         with self.on_device():
             self._stream = self.xp.cuda.Stream(non_blocking=True, priority=_FIRST)
             # Marks have their own stream, because a copy would delay the messages.
@@ -115,7 +115,7 @@ class NcclExchange:
                 self._watch(marks)
             try:
                 self._enqueue(sends, receives)
-            except Exception as error:  # CuPy raises KeyError for an error it has no text of
+            except Exception as error:  # CuPy raises KeyError for an error without a text
                 self.end(f"rank {self.rank}: NCCL reports {_text(error)}")
                 self.check()
             transfer.done.record(self._stream)
@@ -125,7 +125,7 @@ class NcclExchange:
         return transfer
 
     def _mark(self, marks: _Marks, which: int, event: Any) -> None:
-        """Enqueue a write of a mark after an event, by a copy, which needs no SM."""
+        """Enqueue a write of a mark after an event. The write is a copy, which needs no SM."""
         self._marking.wait_event(event)
         runtime = self.xp.cuda.runtime
         to_host, stream = runtime.memcpyDeviceToHost, self._marking.ptr

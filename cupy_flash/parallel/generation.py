@@ -235,7 +235,8 @@ def flash_attention_with_kvcache(
     with run_collective(group, planned) as (lengths, new, stripe):
         if new:
             _append((k_cache, v_cache), (k, v), lengths, group, stripe)
-        # Several causal queries attend to different new keys: a partial result of its own.
+        # Several causal queries attend to different new keys. Attention over the new keys is then a
+        # separate partial result.
         is_apart = causal and q.shape[1] > 1
         attended = lengths if is_apart else lengths + new
         options: dict[str, Any] = {"softmax_scale": softmax_scale, "backend": backend}

@@ -184,8 +184,8 @@ class Group:
         try:
             call, plan = planned()
         except Exception as error:
-            # Other ranks may be waiting for the record of this rank's call. If they know their call
-            # already, they are not, and then `_exchange_records` ends the group.
+            # Other ranks may wait for the record of this rank's call. They do not wait if they have
+            # agreed on their call before; `_exchange_records` then ends the group.
             with contextlib.suppress(Exception):
                 self._exchange_records(bytes(_DIGEST), f"{type(error).__name__}: {error}")
             raise

@@ -108,7 +108,7 @@ class HeadExchange(NamedTuple):
         """
         if self.head_ranks == 1:
             return [array for array, _, _ in arrays]
-        rank, sends, receives, result = self.group.rank, [], [], []
+        rank, moves, result = self.group.rank, [], []
         for array, seqlen, heads_of in arrays:
             heads, xp = heads_of(rank), array_module(array)
             places = self._places(seqlen)
@@ -116,14 +116,11 @@ class HeadExchange(NamedTuple):
             width = heads.stop - heads.start
             whole = xp.empty((array.shape[0], tokens, width, array.shape[3]), array.dtype)
             result.append(whole)
-            for other, (low, high) in places.items():
-                for half, place in zip(self._halves(seqlen, rank), (low, high), strict=True):
-                    if other == rank:
-                        whole[:, _rows(place)] = array[:, _rows(half), heads]
-                    else:
-                        sends.append(Message(array[:, _rows(half), heads_of(other)], other))
-                        receives.append(Message(whole[:, _rows(place)], other))
-        self.group.start(sends, receives).wait()
+            for other, pair in places.items():
+                for half, place in zip(self._halves(seqlen, rank), pair, strict=True):
+                    source = array[:, _rows(half), heads_of(other)]
+                    moves.append((other, source, whole[:, _rows(place)]))
+        self._exchange(moves)
         return result
 
     def to_tokens(
@@ -140,27 +137,35 @@ class HeadExchange(NamedTuple):
         """
         if self.head_ranks == 1:
             return [array for array, *_ in arrays]
-        rank, sends, receives, parts = self.group.rank, [], [], []
+        moves, parts = [], []
         for array, seqlen, _, heads_of in arrays:
-            xp, places = array_module(array), self._places(seqlen)
-            own = self._halves(seqlen, rank)
+            xp, own = array_module(array), self._halves(seqlen, self.group.rank)
             tokens = sum(half.length for half in own)
-            for other, pair in places.items():
+            for other, pair in self._places(seqlen).items():
                 width = heads_of(other).stop - heads_of(other).start
                 part = xp.empty((array.shape[0], tokens, width, array.shape[3]), array.dtype)
                 parts.append(part)
                 for half, place in zip(own, pair, strict=True):
-                    if other == rank:
-                        part[:, _rows(half)] = array[:, _rows(place)]
-                    else:
-                        sends.append(Message(array[:, _rows(place)], other))
-                        receives.append(Message(part[:, _rows(half)], other))
-        self.group.start(sends, receives).wait()
+                    moves.append((other, array[:, _rows(place)], part[:, _rows(half)]))
+        self._exchange(moves)
         result = []
         for _, _, heads, heads_of in arrays:
             of_array, parts = parts[: self.head_ranks], parts[self.head_ranks :]
             result.append(self._joined(of_array, heads, heads_of))
         return result
+
+    def _exchange(self, moves: list[tuple[int, Any, Any]]) -> None:
+        """Exchange arrays with neighbours, which include this rank.
+
+        `moves` are tuples of a rank, the array that it receives, and the target of its own array.
+        """
+        rank = self.group.rank
+        for other, source, target in moves:
+            if other == rank:
+                target[...] = source
+        sends = [Message(source, other) for other, source, _ in moves if other != rank]
+        receives = [Message(target, other) for other, _, target in moves if other != rank]
+        self.group.start(sends, receives).wait()
 
     def _joined(self, parts: list[Any], heads: int, heads_of: Callable[[int], slice]) -> Any:
         """Return an array of all heads, assembled or summed from the parts of all neighbours."""

@@ -118,9 +118,11 @@ def backward(
         kv_sums = (dk, dv) if is_local else (_Sum(remote.k), _Sum(remote.v))
         for layer in ring_step.layers:
             for block in layer:
-                parts = calls.gradients(rows, remote.k, remote.v, block, geometry, scores)
-                dq.add(block.rows, parts[0])
-                for total, part in zip(kv_sums, parts[1:], strict=True):
+                block_dq, *parts = calls.gradients(
+                    rows, remote.k, remote.v, block, geometry, scores
+                )
+                dq.add(block.rows, block_dq)
+                for total, part in zip(kv_sums, parts, strict=True):
                     total.add(block.keys, part)
         if returned is not None:
             returned.add_to(dk.value, dv.value)
@@ -166,23 +168,13 @@ def _start_receive(k: Any, v: Any, ring: Ring, geometry: Geometry, step: int) ->
     if step >= len(ring.ranks):
         return _RemoteKv(None, None)
     source, target = ring.kv_source(step), ring.kv_target(step)
-    incoming_step, outgoing_step = (
-        find_ring_step(geometry, ring.position, source),
-        find_ring_step(geometry, target, ring.position),
-    )
+    incoming_step = find_ring_step(geometry, ring.position, source)
+    outgoing_step = find_ring_step(geometry, target, ring.position)
     k_in, v_in = _allocate(k, incoming_step), _allocate(v, incoming_step)
-    sends = [
-        Message(part, ring.ranks[target])
-        for shard in (k, v)
-        for part in _shard_views(shard, outgoing_step)
-    ]
-    receives = [
-        Message(part, ring.ranks[source])
-        for incoming in (k_in, v_in)
-        for part in _sent_views(incoming, incoming_step)
-    ]
-    size = max(sum(message.array.size for message in messages) for messages in (sends, receives))
-    return _RemoteKv(k_in, v_in, _started(ring, sends, receives), size)
+    sends = [part for shard in (k, v) for part in _shard_views(shard, outgoing_step)]
+    receives = [part for array in (k_in, v_in) for part in _sent_views(array, incoming_step)]
+    size = max(sum(part.size for part in parts) for parts in (sends, receives))
+    return _RemoteKv(k_in, v_in, _started(ring, sends, target, receives, source), size)
 
 
 def _received(remote: _RemoteKv) -> _RemoteKv:
@@ -212,27 +204,25 @@ class _ReturnedGradients(NamedTuple):
 def _send_back(dk: Any, dv: Any, ring: Ring, geometry: Geometry, step: int) -> _ReturnedGradients:
     """Start to send computed gradients of keys to their owner, and to receive this rank's own."""
     owner, helper = ring.kv_source(step), ring.kv_target(step)
-    ring_step, outgoing_step = (
-        find_ring_step(geometry, ring.position, owner),
-        find_ring_step(geometry, helper, ring.position),
-    )
+    ring_step = find_ring_step(geometry, ring.position, owner)
+    outgoing_step = find_ring_step(geometry, helper, ring.position)
     dk_in, dv_in = _allocate(dk, outgoing_step), _allocate(dv, outgoing_step)
-    sends = [
-        Message(part, ring.ranks[owner])
-        for given in (dk, dv)
-        for part in _sent_views(given, ring_step)
-    ]
-    receives = [
-        Message(part, ring.ranks[helper])
-        for incoming in (dk_in, dv_in)
-        for part in _sent_views(incoming, outgoing_step)
-    ]
-    return _ReturnedGradients(dk_in, dv_in, outgoing_step, _started(ring, sends, receives))
+    sends = [part for array in (dk, dv) for part in _sent_views(array, ring_step)]
+    receives = [part for array in (dk_in, dv_in) for part in _sent_views(array, outgoing_step)]
+    transfer = _started(ring, sends, owner, receives, helper)
+    return _ReturnedGradients(dk_in, dv_in, outgoing_step, transfer)
 
 
-def _started(ring: Ring, sends: list[Message], receives: list[Message]) -> Transfer | None:
-    """Start and return a transfer; return None if there is nothing to exchange."""
-    return ring.group.start(sends, receives) if sends or receives else None
+def _started(
+    ring: Ring, sends: list[Any], target: int, receives: list[Any], source: int
+) -> Transfer | None:
+    """Start to exchange arrays with two ranks of the ring; return None if there are none."""
+    if not sends and not receives:
+        return None
+    return ring.group.start(
+        [Message(array, ring.ranks[target]) for array in sends],
+        [Message(array, ring.ranks[source]) for array in receives],
+    )
 
 
 def _allocate(like: Any, ring_step: RingStep) -> Any:

@@ -60,6 +60,20 @@ def test_a_plan_of_qkv_is_that_of_its_views(
     assert found == plan(apart, **views, causal=True, **where)
 
 
+@pytest.mark.parametrize("function", [flash_attention, flash_attention_backward])
+def test_an_architecture_and_the_cpu_backend_exclude_each_other(
+    function: Callable[..., Any],
+) -> None:
+    with pytest.raises(ValueError, match="arch is 'sm_90', but backend is 'cpu'"):
+        plan(function, q=Q, k=KV, v=KV, backend="cpu", **ON)
+
+
+def test_gradients_of_a_strided_head_dim_are_planned_as_for_the_copies_of_a_call() -> None:
+    strided = np.empty((*Q.shape[:-1], 2 * Q.shape[-1]), Q.dtype)[..., ::2]
+    found = plan(flash_attention_backward, q=strided, k=KV, v=KV, **ON)
+    assert found == plan(flash_attention_backward, q=Q, k=KV, v=KV, **ON)
+
+
 @pytest.mark.parametrize("where", [ON, {"backend": "cpu"}])
 def test_gradients_of_packed_sequences_have_a_plan(where: dict[str, Any]) -> None:
     found = plan(flash_attention_varlen_backward, **PACKED, wrt=("k",), **where)

@@ -149,10 +149,10 @@ def test_four_axes_are_read_in_place(rng: np.random.Generator) -> None:
     # Projections of a model have this order in memory: (batch, seqlen, heads, head_dim).
     given = [rng.standard_normal((2, 7, 4, 5)).swapaxes(1, 2) for _ in range(3)]
     mask = rng.random((7, 7)) < 0.6
-    made = scaled_dot_product.prepared(*given, mask, 0.0, False, None, False)
-    for x, original in zip((*made.arrays, made.options["mask"]), (*given, mask), strict=True):
+    made, options, _ = scaled_dot_product.prepared(*given, mask, 0.0, False, None, False)
+    for x, original in zip((*made, options["mask"]), (*given, mask), strict=True):
         assert np.shares_memory(x, original)
-    assert made.arrays[0].strides == given[0].strides
+    assert made[0].strides == given[0].strides
 
 
 @pytest.mark.parametrize("library", ["torch", "dlpack"])

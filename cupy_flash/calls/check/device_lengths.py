@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from cupy_flash.arrays.strided import as_cupy, convert_to
 from cupy_flash.calls.arguments import INT32
-from cupy_flash.calls.backward_arguments import gradient_problem
 from cupy_flash.calls.check.lengths import check_contents
-from cupy_flash.calls.check.modifications import ModificationKey
-from cupy_flash.calls.check.problems import problem_of
+from cupy_flash.calls.check.problems import CheckedCall
 from cupy_flash.calls.options import Options
 from cupy_flash.gpu.environment import cupy_module
 
@@ -21,7 +20,9 @@ VARIABLE = "CUPY_FLASH_CHECK"
 is_enabled = os.environ.get(VARIABLE, "0") not in ("", "0")
 
 
-def check(arrays: Any, options: Options, keys: int, mod_key: ModificationKey | None) -> None:
+def check(
+    arrays: Any, options: Options, keys: int, check_call: Callable[[Any, Options], CheckedCall]
+) -> None:
     """Raise ValueError for array contents that kernels would clamp; see `check_contents`.
 
     The arrays of lengths, offsets and indices are copied to the host, which waits for the current
@@ -29,25 +30,21 @@ def check(arrays: Any, options: Options, keys: int, mod_key: ModificationKey | N
 
     Parameters
     ----------
-    arrays, options, mod_key
-        `Arguments` or `GradientArguments` of a call on the current GPU, its options, and its
-        modifications. They have passed all other checks.
+    arrays, options
+        `Arguments` or `GradientArguments` of a call on the current GPU, and its options. They have
+        passed all other checks.
     keys
         Length of every cached sequence, if no array gives the lengths.
+    check_call
+        Function that returns the `CheckedCall` of the arrays and options.
     """
     names = [name for name in arrays._fields if name in INT32 and getattr(arrays, name) is not None]
     if not names or _is_capturing():
         return
-    if mod_key is not None:
-        options = options.with_mod_key(mod_key)
     plain = type(arrays)(*map(as_cupy, arrays))
     on_host = {name: convert_to(np, getattr(plain, name)) for name in names}
-    if options.wrt is None:
-        plain = plain.parts_of_qkv(options.layout)
-        check_contents(plain._replace(**on_host), options, problem_of(plain, options), keys)
-    else:
-        problem = gradient_problem(plain, options)
-        check_contents(plain._replace(**on_host).forward, options, problem, keys)
+    problem, _ = check_call(plain, options)
+    check_contents(plain._replace(**on_host).forward, options, problem, keys)
 
 
 def contents(array: Any) -> Any | None:

@@ -335,14 +335,17 @@ def _names_rows(node: Node) -> bool:
 
 
 def packed_arguments(
-    mod_key: ModificationKey, arrays: Mapping[str, Any], sizes: Sizes, softmax_scale: float
+    mod_key: ModificationKey, arrays: Mapping[str, Any], dtype: str, softmax_scale: float
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Return ``ModArguments`` for arrays from `canonical`, without addresses, and array names."""
+    """Return ``ModArguments`` for arrays from `canonical`, without addresses, and array names.
+
+    The dtype is that of q, which determines how captured floats are read.
+    """
     specs = _capture_specs(mod_key, arrays, softmax_scale)
     values = dict(arrays) | _numbers(mod_key, softmax_scale)
     named = tuple(name for name, spec in specs.items() if spec.rank is not None)
     addresses = dict.fromkeys(named, 0)
-    return pack_arguments(specs, values, addresses, real_type(sizes.dtype)), named
+    return pack_arguments(specs, values, addresses, real_type(dtype)), named
 
 
 def _numbers(mod_key: ModificationKey, softmax_scale: float) -> dict[str, bool | int | float]:

@@ -23,12 +23,25 @@ from cupy_flash.problem.problem import MAX_SEQLEN
 
 
 class Partials(NamedTuple):
-    """Arrays of `cupy_flash.combine`."""
+    """Arrays of a call of `cupy_flash.combine`."""
 
     out_partial: Any
     lse_partial: Any
     out: Any = None
     sinks: Any = None
+
+    @property
+    def like(self) -> Any:
+        """Array that determines the array type of the results."""
+        return self.out_partial
+
+    def written(self, options: None) -> dict[str, Any]:
+        """Return the arrays that a merge writes."""
+        return {"out": self.out}
+
+    def key_arrays(self, options: None) -> Partials:
+        """Return all arrays: the call key describes each of them."""
+        return self
 
 
 def stacked(partials: Partials) -> tuple[Partials, Callable[[Any], Any]]:

@@ -7,7 +7,7 @@ are checked only in host memory (`cupy_flash.calls.check.lengths`).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -52,8 +52,20 @@ from cupy_flash.problem.score import ScoreSpec
 from cupy_flash.problem.values import check_bool, count
 
 
+class CheckedCall(NamedTuple):
+    """Problem of a call that passed the checks, and the result of `canonical` for it."""
+
+    problem: Problem
+    mod_arrays: dict[str, Any]
+
+
 def problem_of(arguments: Arguments, options: Options) -> Problem:
-    """Return the problem of a call, given NumPy or CuPy arrays.
+    """Return the problem of `check_call`."""
+    return check_call(arguments, options).problem
+
+
+def check_call(arguments: Arguments, options: Options) -> CheckedCall:
+    """Check the NumPy or CuPy arrays and the options of a call, and return its problem.
 
     Raises
     ------
@@ -61,23 +73,26 @@ def problem_of(arguments: Arguments, options: Options) -> Problem:
         If no kernel computes the problem; the message names the argument.
     """
     check_bool("return_lse", options.return_lse)
+    arguments = arguments.parts_of_qkv(options.layout)
     for name in INT32:
         if (array := getattr(arguments, name, None)) is not None:
             require_int32(name, array)
-    problem = _PROBLEM_OF[options.kind](arguments, options)
-    return dataclasses.replace(problem, shares_gpu=True) if options.shares_gpu else problem
+    checked = _CHECKS[options.kind](arguments, options)
+    if options.shares_gpu:
+        checked = checked._replace(problem=dataclasses.replace(checked.problem, shares_gpu=True))
+    return checked
 
 
 def _score(
     arguments: Arguments, options: Options, dtype: str, *sizes: int, **more: int
-) -> ScoreSpec | None:
-    """Return the spec of the call's modifications for kernels; None without modifications."""
+) -> tuple[ScoreSpec | None, dict[str, Any]]:
+    """Return the spec of the call's modifications, or None without any, and `canonical` arrays."""
     mod_key = options.mod_key
     if mod_key is None:
-        return None
+        return None, {}
     result = Sizes(dtype, *sizes, **more)
     arrays = canonical(mod_key, arguments.modification_arrays, result)
-    return score_spec(mod_key, arrays, result, causal=options.causal)
+    return score_spec(mod_key, arrays, result, causal=options.causal), arrays
 
 
 def sizes_of(problem: Problem, options: Options) -> Sizes:
@@ -91,7 +106,7 @@ def sizes_of(problem: Problem, options: Options) -> Sizes:
     return Sizes(p.dtype, p.batch, p.heads_q, seqlen_q, seqlen_k, p.layout.total_q)
 
 
-def _dense_problem(arguments: Arguments, options: Options) -> Problem:
+def _check_dense(arguments: Arguments, options: Options) -> CheckedCall:
     require_layout(options.layout)
     arrays = {"q": arguments.q, "k": arguments.k, "v": arguments.v}
     if arguments.out is not None:
@@ -111,8 +126,10 @@ def _dense_problem(arguments: Arguments, options: Options) -> Problem:
     scales = _float8_scales(arguments, options, q, k)
     refuse_other_lengths(lambda name: getattr(arguments, name, None), "dense")
     is_padded = getattr(arguments, "seqlens_k", None) is not None
-    score = _score(arguments, options, q.dtype, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    return make_problem(
+    score, mod_arrays = _score(
+        arguments, options, q.dtype, q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+    )
+    problem = make_problem(
         *(specs[name] for name in ("q", "k", "v", "out")),
         kind="padded" if is_padded else "dense",
         score=score,
@@ -122,6 +139,7 @@ def _dense_problem(arguments: Arguments, options: Options) -> Problem:
         scales=scales,
         layout=options.layout,
     )
+    return CheckedCall(problem, mod_arrays)
 
 
 def lse_shape(q: Any, problem: Problem) -> tuple[int, ...]:
@@ -169,8 +187,10 @@ def _float8_scales(
     return Scales(strides["k_scale"], strides["v_scale"], q=strides["q_scale"])
 
 
-def _varlen_problem(arguments: Arguments, options: Options) -> Problem:
-    q, k, v, out, _, block_table, cu_seqlens_q, cu_seqlens_k, seqused_k = arguments[:9]
+def _check_varlen(arguments: Arguments, options: Options) -> CheckedCall:
+    q, k, v, out = arguments.q, arguments.k, arguments.v, arguments.out
+    block_table, seqused_k = arguments.block_table, arguments.seqused_k
+    cu_seqlens_q, cu_seqlens_k = arguments.cu_seqlens_q, arguments.cu_seqlens_k
     packed = "total length, heads and head_dim"
     require_axes("q", q, 3, packed)
     for name, array in (("k", k), ("v", v)):
@@ -191,7 +211,7 @@ def _varlen_problem(arguments: Arguments, options: Options) -> Problem:
     refuse_other_lengths(lambda name: getattr(arguments, name, None), "varlen")
     table = _table(block_table, batch)
     max_seqlen_k = count("max_seqlen_k", options.max_seqlen_k)
-    score = _score(
+    score, mod_arrays = _score(
         arguments,
         options,
         dtype_name(q),
@@ -202,7 +222,7 @@ def _varlen_problem(arguments: Arguments, options: Options) -> Problem:
         total_q=q.shape[0],
     )
     specs = _specs(arguments, options)
-    return make_problem(
+    problem = make_problem(
         *specs,
         kind="varlen",
         score=score,
@@ -216,10 +236,11 @@ def _varlen_problem(arguments: Arguments, options: Options) -> Problem:
         softmax_scale=options.softmax_scale,
         scales=_scales_of_keys(arguments, options, specs[1]),
     )
+    return CheckedCall(problem, mod_arrays)
 
 
-def _kvcache_problem(arguments: Arguments, options: Options) -> Problem:
-    """Return the problem of a KV cache call. Attention reads a rotated q from a contiguous copy."""
+def _check_kvcache(arguments: Arguments, options: Options) -> CheckedCall:
+    """Check a KV cache call. Attention reads a rotated q from a contiguous copy."""
     q, block_table = arguments.q, arguments.block_table
     require_axes("q", q, 4, "batch, seqlen, heads and head_dim")
     batch = q.shape[0]
@@ -229,17 +250,13 @@ def _kvcache_problem(arguments: Arguments, options: Options) -> Problem:
         require_in_place(name, getattr(arguments, name), ": a cache is not copied")
     if arguments.out is not None:
         require_axes("out", arguments.out, 4, "batch, seqlen, heads and head_dim")
-    for name, array, meaning in (
-        (
-            "cache_seqlens",
-            arguments.cache_seqlens,
-            "one length for each sequence; pass an integer if all are equal",
-        ),
-        ("cache_batch_idx", arguments.cache_batch_idx, "one cache for each sequence"),
-        ("rotary_seqlens", arguments.rotary_seqlens, "one position for each sequence"),
+    for name, meaning in (
+        ("cache_seqlens", "length for each sequence; pass an integer if all are equal"),
+        ("cache_batch_idx", "cache for each sequence"),
+        ("rotary_seqlens", "position for each sequence"),
     ):
-        if array is not None:
-            require_shape(name, array, (batch,), meaning)
+        if (array := getattr(arguments, name)) is not None:
+            require_shape(name, array, (batch,), f"one {meaning}")
     _check_packed_new(arguments, batch)
     if arguments.cache_batch_idx is not None and block_table is not None:
         raise ValueError("cache_batch_idx and block_table are both given; pass only one")
@@ -253,13 +270,14 @@ def _kvcache_problem(arguments: Arguments, options: Options) -> Problem:
     capacity = k_spec.shape[1] * (1 if table is None else table[0])
     scales = _scales_of_keys(arguments, options, k_spec)
     heads_q, seqlen_q = q_spec.shape[2], q_spec.shape[1]
+    score, mod_arrays = _score(arguments, options, q_spec.dtype, batch, heads_q, seqlen_q, capacity)
     problem = make_problem(
         q_spec,
         k_spec,
         v_spec,
         out_spec,
         kind="kvcache",
-        score=_score(arguments, options, q_spec.dtype, batch, heads_q, seqlen_q, capacity),
+        score=score,
         block_table=table,
         chosen_caches=arguments.cache_batch_idx is not None,
         new_keys=_seqlen_new(arguments, options),
@@ -273,15 +291,15 @@ def _kvcache_problem(arguments: Arguments, options: Options) -> Problem:
     )
     _check_new_rows(arguments, options, problem)
     _check_rotary(arguments, options, problem)
-    return problem
+    return CheckedCall(problem, mod_arrays)
 
 
-_PROBLEM_OF = {
-    "dense": _dense_problem,
-    "scaled": _dense_problem,
-    "qkvpacked": _dense_problem,
-    "varlen": _varlen_problem,
-    "kvcache": _kvcache_problem,
+_CHECKS = {
+    "dense": _check_dense,
+    "scaled": _check_dense,
+    "qkvpacked": _check_dense,
+    "varlen": _check_varlen,
+    "kvcache": _check_kvcache,
 }
 
 

@@ -13,7 +13,7 @@ from cupy_flash.arrays.kinds import to_torch
 from cupy_flash.arrays.torch_arrays import new_bytes, tensor_maker, tensor_types
 from cupy_flash.gpu.environment import cupy_module
 
-# Bytes: alignment of the arrays in one allocation, and largest allocation for several arrays.
+# Alignment of arrays that share an allocation, and maximum size of the allocation, in bytes.
 _ALIGNMENT, _MOST_TOGETHER = 512, 1 << 20
 # Largest ratio of the sizes of two arrays in one allocation.
 _MOST_TIMES = 4
@@ -31,8 +31,11 @@ def is_tensor(array: Any) -> bool:
 
 
 def as_tensor(array: Any) -> Any:
-    """Return a result as a torch tensor; it is a CuPy array if kernels have read a copy of q."""
-    return array if is_tensor(array) else to_torch(array)
+    """Return a result as a torch tensor; it is a CuPy array if kernels have read a copy of q.
+
+    None, for a result that is not requested, stays None.
+    """
+    return array if array is None or is_tensor(array) else to_torch(array)
 
 
 def memory_allocator(size: int, *, uses_torch: bool) -> MemoryAllocator | None:
@@ -69,7 +72,7 @@ def result_allocator(specs: Sequence[ResultSpec | None], *, uses_torch: bool) ->
     """Return a function that allocates C-contiguous torch tensors or CuPy arrays of these specs."""
     wanted = [(index, *spec) for index, spec in enumerate(specs) if spec is not None]
     none, nowhere = [None] * len(specs), [0] * len(specs)
-    # Loops, because a comprehension would cost a function call in each call.
+    # The functions below use loops, because a comprehension costs a Python function call.
     if uses_torch:
         allocators = [(index, tensor_maker(shape, dtype)) for index, shape, dtype in wanted]
 

@@ -6,35 +6,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cupy_flash.arrays.overlap import OverlapCheck
-from cupy_flash.arrays.strided import address_of, as_cupy, is_aligned, readable_in_place
+from cupy_flash.arrays.overlap import OverlapCheck, require_no_overlap
+from cupy_flash.arrays.strided import as_cupy
 from cupy_flash.calls.backward_arguments import (
     WRITTEN,
     GradientArguments,
-    gradient_problem,
+    check_gradient_call,
     result_spec,
 )
-from cupy_flash.calls.check.modifications import UserMods, canonical, packed_arguments
-from cupy_flash.calls.check.problems import sizes_of
-from cupy_flash.calls.conversions import converted
+from cupy_flash.calls.conversions import contiguous_copies, converted, readable_copies
 from cupy_flash.calls.gpu.allocate import (
     MemoryAllocator,
     ResultAllocator,
     memory_allocator,
     result_allocator,
 )
-from cupy_flash.calls.gpu.forward import fixed_fields
+from cupy_flash.calls.gpu.forward import loaded_launches
+from cupy_flash.calls.gpu.prepared_calls import Context, Operation
 from cupy_flash.calls.options import Options
 from cupy_flash.families.input_gradients import bias_fields
-from cupy_flash.families.params import params_dtype
 from cupy_flash.gpu.counters import shared
-from cupy_flash.gpu.environment import cupy_module
 from cupy_flash.gpu.launch import Launches
-from cupy_flash.gpu.params import PackedStruct
-from cupy_flash.gpu.tensor_map import TensorMaps
 from cupy_flash.mods.captures import prefixed
 from cupy_flash.planning.planner import make_plan
-from cupy_flash.problem.device import Device
 from cupy_flash.problem.gradient import ROWS
 
 # Names of the values that follow the addresses of the arguments when a struct is packed: the
@@ -105,33 +99,19 @@ class Call:
 def readable(arguments: GradientArguments, options: Options) -> GradientArguments:
     """Return the arrays, with copies of those that kernels cannot read in place."""
     arguments = converted(arguments, options)
-    copied: dict[str, Any] = {
-        name: readable_in_place(array, one_batch=options.is_dense)
-        for name, array in zip(arguments._fields, arguments, strict=True)
-        if array is not None and name not in WRITTEN and name in GradientArguments._fields
-    }
-    for name in ("lse", "dlse"):
-        array = as_cupy(getattr(arguments, name))
-        if array is not None and not (array.flags.c_contiguous and is_aligned(array)):
-            copied[name] = cupy_module().ascontiguousarray(readable_in_place(array))
-    return arguments._replace(**copied)
+    copied = readable_copies(arguments, options, WRITTEN)
+    return arguments._replace(**(copied | contiguous_copies(arguments, "lse", "dlse")))
 
 
-def prepare(
-    arguments: GradientArguments,
-    options: Options,
-    device: Device,
-    user_mods: UserMods,
-    *,
-    uses_torch: bool,
-) -> Call:
+def prepare(arguments: GradientArguments, options: Options, context: Context) -> Call:
     """Check, plan, compile and load what backward calls with such CuPy arrays need."""
     assert options.wrt is not None
     fields = arguments._fields
-    problem = gradient_problem(arguments, options)
-    overlap_check = OverlapCheck(fields, arguments, WRITTEN)
-    overlap_check.check(tuple(0 if array is None else address_of(array) for array in arguments))
-    plan = make_plan(problem, device, family=options.family, tile=options.tile, explain=False)
+    problem, mod_arrays = check_gradient_call(arguments, options)
+    overlap_check = require_no_overlap(fields, arguments, WRITTEN)
+    plan = make_plan(
+        problem, context.device, family=options.family, tile=options.tile, explain=False
+    )
     sources = {name: name for name in ("q", "k", "v", "out", "lse", "dout", _WORKSPACE)}
     sources |= {_field_of(name): _RESULT + name for name in options.wrt}
     offsets = plan.schedule.workspace_offsets
@@ -140,18 +120,11 @@ def prepare(
     sources |= {name: name for name in optional if getattr(arguments, name) is not None}
     if problem.layout.kind == "padded":
         sources["seqused_k"] = "seqlens_k"
-    fixed = fixed_fields(plan)
-    if (bias_members := bias_fields(problem, device)) is not None:
+    fixed = {}
+    if (bias_members := bias_fields(problem, context.device)) is not None:
         fixed["dbias"] = bias_members
-    if options.mod_key is not None:
-        sizes = sizes_of(problem, options)
-        arrays = canonical(options.mod_key, arguments.modification_arrays, sizes)
-        fixed["mods"], captured = packed_arguments(
-            options.mod_key, arrays, sizes, problem.softmax_scale
-        )
-        sources |= {f"mods.{name}.data": name for name in captured}
     results = tuple(_RESULT + name for name in options.wrt)
-    names, maps = (*fields, *results, _WORKSPACE, *offsets), plan.schedule.tensor_maps
+    names = (*fields, *results, _WORKSPACE, *offsets)
     given = {
         index: fields.index(f"d{name}")
         for index, name in enumerate(options.wrt)
@@ -162,23 +135,23 @@ def prepare(
         for index, name in enumerate(options.wrt)
     ]
     return Call(
-        allocate_results=result_allocator(new, uses_torch=uses_torch),
+        allocate_results=result_allocator(new, uses_torch=context.uses_torch),
         given=tuple(given.items()),
         overlap_check=overlap_check,
-        scratch=memory_allocator(plan.workspace, uses_torch=uses_torch),
-        uses_torch=uses_torch,
+        scratch=memory_allocator(plan.workspace, uses_torch=context.uses_torch),
+        uses_torch=context.uses_torch,
         workspace_offsets=tuple(offsets.values()),
-        launches=Launches(
-            plan,
-            PackedStruct(params_dtype(problem), fixed, sources, names),
-            TensorMaps(maps, names) if maps else None,
-        ),
+        launches=loaded_launches(plan, options, mod_arrays, fixed, sources, names),
         cleared=tuple(
             index
             for index, name in enumerate(options.wrt)
             if problem.is_empty or (name not in ROWS and not problem.layout.is_dense)
         ),
     )
+
+
+# Gradients of attention. The options of a call are `Options` with `wrt`.
+GRADIENTS = Operation(readable, prepare, check_gradient_call)
 
 
 def _field_of(name: str) -> str:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from cupy_flash.arrays.overlap import OverlapCheck
+from cupy_flash.arrays.overlap import OverlapCheck, require_no_overlap
 from cupy_flash.arrays.strided import (
     address_of,
     as_cupy,
     dtype_name,
-    readable_in_place,
     spec_of,
 )
-from cupy_flash.calls.arguments import IN_PLACE, Arguments, require_given, written_arrays
+from cupy_flash.calls.arguments import IN_PLACE, Arguments, written_arrays
 from cupy_flash.calls.check.lengths import LengthLimit, length_limits, require_length
-from cupy_flash.calls.check.modifications import UserMods, canonical, packed_arguments
-from cupy_flash.calls.check.problems import lse_shape, problem_of, sizes_of
-from cupy_flash.calls.conversions import converted
+from cupy_flash.calls.check.modifications import UserMods, packed_arguments
+from cupy_flash.calls.check.problems import check_call, lse_shape
+from cupy_flash.calls.conversions import converted, readable_copies
 from cupy_flash.calls.gpu.allocate import (
     MemoryAllocator,
     ResultAllocator,
@@ -28,7 +28,8 @@ from cupy_flash.calls.gpu.allocate import (
     result_allocator,
 )
 from cupy_flash.calls.gpu.block_masks import block_mask_spec, ready_block_mask
-from cupy_flash.calls.options import DENSE_KINDS, Options
+from cupy_flash.calls.gpu.prepared_calls import Context, Operation
+from cupy_flash.calls.options import Options
 from cupy_flash.families.params import params_dtype
 from cupy_flash.gpu import append
 from cupy_flash.gpu.block_masks import BlockMaskKey
@@ -39,7 +40,6 @@ from cupy_flash.gpu.params import PackedStruct
 from cupy_flash.gpu.tensor_map import TensorMaps
 from cupy_flash.planning.planner import Plan, make_plan
 from cupy_flash.problem.arrays import MAX_ALIGNMENT
-from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 
 # Alignment in bytes of the arrays in the scratch memory, equal to that of a new allocation.
@@ -72,8 +72,9 @@ class Call:
         then the lengths after an append of packed rows. None if no memory is needed.
     launches
         Launches of attention; none if there is nothing to compute.
-    qkv_step
-        Bytes between the parts of qkv; None if q, k and v are separate arrays.
+    qkv
+        Index of qkv among the addresses, and bytes between its parts; None if q, k and v are
+        separate arrays.
     fills_results
         Whether the call fills out and lse itself, because no kernel runs: the caches have no rows,
         or no query row belongs to a sequence.
@@ -101,7 +102,7 @@ class Call:
     counters: int
     scratch: MemoryAllocator | None
     launches: Launches | None
-    qkv_step: int | None
+    qkv: tuple[int, int] | None
     fills_results: bool = False
     has_no_rows: bool = False
     rotated_offset: int = 0
@@ -129,7 +130,7 @@ class Call:
         stream = shared(self.counters) if self.counters or self.scratch else None
         # `_memory` is referenced until the launches are enqueued; then the pool may reuse it.
         _memory, scratch = self.scratch() if self.scratch else (None, 0)
-        # Order of `names` in `prepare`. A sum is twice as fast as a tuple with a starred element.
+        # In the order of `names` in `prepare`. Adding tuples is twice as fast as a starred tuple.
         values = addresses + (  # noqa: RUF005
             out_address,
             lse_address,
@@ -138,13 +139,14 @@ class Call:
             keys,
             scratch + self.rotated_offset,
         )
-        if self.qkv_step is not None:
-            first, step = addresses[1], self.qkv_step
+        if self.qkv is not None:
+            index, step = self.qkv
+            first = addresses[index]
             values += (first, first + step, first + 2 * step)
         ready, current = None, 0
         if self.block_mask_key is not None:
             assert user_mods.mask_mod is not None
-            # With the device given, CuPy need not look up the current one.
+            # Passing the device saves CuPy the look-up of the current device.
             current = cupy_module().cuda.get_current_stream(self.block_mask_key.device).ptr
             ready = ready_block_mask(
                 *(user_mods.mask_mod, self.block_mask_key, current, arguments),
@@ -173,15 +175,9 @@ class Call:
 
 def readable(arguments: Arguments, options: Options) -> Arguments:
     """Return the arrays, with copies of those that kernels cannot read in place."""
-    require_given(arguments, options)
+    arguments.require_given(options)
     arguments = converted(arguments, options)
-    copied = {
-        name: readable_in_place(
-            array, one_batch=options.kind in DENSE_KINDS, inner=4 if name == "qkv" else 3
-        )
-        for name, array in zip(arguments._fields, arguments, strict=True)
-        if array is not None and name in Arguments._fields and name not in (*IN_PLACE, "out")
-    }
+    copied = readable_copies(arguments, options, (*IN_PLACE, "out"))
     cos, sin = (as_cupy(copied.get(name)) for name in ("rotary_cos", "rotary_sin"))
     if cos is not None and sin is not None and cos.strides[0] != sin.strides[0]:
         # The append kernel takes one row stride for both tables.
@@ -189,27 +185,19 @@ def readable(arguments: Arguments, options: Options) -> Arguments:
     return arguments._replace(**copied)
 
 
-def prepare(
-    arguments: Arguments,
-    options: Options,
-    device: Device,
-    user_mods: UserMods,
-    *,
-    uses_torch: bool,
-) -> Call:
+def prepare(arguments: Arguments, options: Options, context: Context) -> Call:
     """Check, plan, compile and load what calls with such CuPy arrays or tensors need."""
-    fields, given = arguments.names_of_kind(options.kind), arguments.arrays_of_kind(options.kind)
+    fields, given = arguments.key_names(options), arguments.key_arrays(options)
     arguments, qkv = arguments.parts_of_qkv(options.layout), arguments.qkv
-    qkv_step = None if qkv is None else qkv.strides[-3]
-    problem = problem_of(arguments, options)
+    problem, mod_arrays = check_call(arguments, options)
     layout, q = problem.layout, arguments.q
     is_kvcache = options.kind == "kvcache"
     limits = length_limits(arguments, problem) if is_kvcache else ()
-    written = written_arrays(problem)
-    overlap_check = OverlapCheck(fields, given, written)
     # Overlapping arrays are refused before anything is compiled.
-    overlap_check.check(tuple(0 if array is None else address_of(array) for array in given))
-    plan = make_plan(problem, device, family=options.family, tile=options.tile, explain=False)
+    overlap_check = require_no_overlap(fields, given, written_arrays(problem))
+    plan = make_plan(
+        problem, context.device, family=options.family, tile=options.tile, explain=False
+    )
     scratch, rotated_offset = plan.workspace, 0
     if arguments.rotary_cos is not None:
         rotated_offset = -(-scratch // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
@@ -221,63 +209,78 @@ def prepare(
         scratch = scratch_offsets["lengths_after"] + 4 * problem.batch
     appends = layout.appends or arguments.rotary_cos is not None
     has_no_keys = is_kvcache and problem.seqlen_k == 0
-    # Kernels zero rows that belong to no sequence. If no sequence can have rows, no kernel runs.
+    # Kernels zero rows that belong to no sequence. If no sequence can have rows, no kernel runs,
+    # and the call itself fills the results.
     has_no_rows = layout.packed_q and problem.is_empty and q.size > 0
     spec = block_mask_spec(plan)
     parts, map_name = _PARTS_OF_QKV if qkv is not None else (), (_MAP,) if spec else ()
     names = (*fields, *_VALUES, *parts, *map_name, *scratch_offsets)
-    sources, maps = _sources(arguments, plan), plan.schedule.tensor_maps
-    fixed = fixed_fields(plan)
-    if options.mod_key is not None:
-        sizes = sizes_of(problem, options)
-        arrays = canonical(options.mod_key, arguments.modification_arrays, sizes)
-        fixed["mods"], captured = packed_arguments(
-            options.mod_key, arrays, sizes, problem.softmax_scale
-        )
-        sources |= {f"mods.{name}.data": name for name in captured}
+    fixed, sources = {}, _sources(arguments, plan)
     block_mask_key = None
     if spec is not None:
-        assert user_mods.mask_mod is not None
+        assert context.user_mods.mask_mod is not None
         cuda = cupy_module().cuda
         block_mask_key = BlockMaskKey(cuda.runtime.getDevice(), problem.dtype, spec)
         current = cuda.get_current_stream().ptr
         ready = ready_block_mask(
-            *(user_mods.mask_mod, block_mask_key, current, arguments), uses_torch=uses_torch
+            *(context.user_mods.mask_mod, block_mask_key, current, arguments),
+            uses_torch=context.uses_torch,
         )
         fixed["block_mask"] = ready.map.fields
         sources |= {"block_mask.memory": _MAP}
-    out = None
-    if arguments.out is None:
-        out = ((*q.shape[:-1], problem.head_dim_v), np.dtype(problem.out_dtype))
-    lse = None
-    if options.return_lse:
-        lse = (lse_shape(q, problem), np.dtype(problem.lse_dtype))
+    out = ((*q.shape[:-1], problem.head_dim_v), np.dtype(problem.out_dtype))
+    lse = (lse_shape(q, problem), np.dtype(problem.lse_dtype))
+    new = (None if arguments.out is not None else out, lse if options.return_lse else None)
     return Call(
-        allocate_results=result_allocator((out, lse), uses_torch=uses_torch),
+        allocate_results=result_allocator(new, uses_torch=context.uses_torch),
         out_index=fields.index("out"),
         overlap_check=overlap_check,
         counters=plan.schedule.counters,
-        scratch=memory_allocator(scratch, uses_torch=uses_torch),
+        scratch=memory_allocator(scratch, uses_torch=context.uses_torch),
         launches=None
         if has_no_keys
-        else Launches(
-            plan,
-            PackedStruct(params_dtype(problem), fixed, sources, names),
-            TensorMaps(maps, names, sources) if maps else None,
-        ),
-        qkv_step=qkv_step,
+        else loaded_launches(plan, options, mod_arrays, fixed, sources, names),
+        qkv=None if qkv is None else (fields.index("qkv"), qkv.strides[-3]),
         fills_results=has_no_rows or (has_no_keys and not problem.is_empty),
         has_no_rows=has_no_rows,
         rotated_offset=rotated_offset,
-        append=append.prepare(append_spec(arguments, problem, options), device, names)
+        append=append.prepare(append_spec(arguments, problem, options), context.device, names)
         if appends
         else None,
         max_keys=min((limit.most for limit in limits), default=0),
         limits=limits,
         block_mask_key=block_mask_key,
         workspace_offsets=tuple(scratch_offsets.values()),
-        uses_torch=uses_torch,
+        uses_torch=context.uses_torch,
     )
+
+
+# Attention, after an append to the caches if there are new rows. The options of a call are
+# `Options` without `wrt`.
+ATTENTION = Operation(readable, prepare, check_call)
+
+
+def loaded_launches(
+    plan: Plan,
+    options: Options,
+    mod_arrays: Mapping[str, Any],
+    fixed: Mapping[str, Any],
+    sources: Mapping[str, str],
+    names: tuple[str, ...],
+) -> Launches:
+    """Compile and load the kernels of a plan; return their launches.
+
+    `fixed`, `sources` and `names` are parameters of `PackedStruct`. This function adds the fields
+    of `fixed_fields` and of modifications to them.
+    """
+    fixed, problem, maps = {**fixed_fields(plan), **fixed}, plan.problem, plan.schedule.tensor_maps
+    if options.mod_key is not None:
+        fixed["mods"], captured = packed_arguments(
+            options.mod_key, mod_arrays, problem.dtype, problem.softmax_scale
+        )
+        sources = {**sources, **{f"mods.{name}.data": name for name in captured}}
+    params = PackedStruct(params_dtype(problem), fixed, sources, names)
+    return Launches(plan, params, TensorMaps(maps, names, sources) if maps else None)
 
 
 def fixed_fields(plan: Plan) -> dict[str, Any]:

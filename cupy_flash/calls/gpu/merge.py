@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from cupy_flash.arrays.overlap import OverlapCheck
-from cupy_flash.arrays.strided import as_cupy, is_aligned, readable_in_place
+from cupy_flash.arrays.strided import readable_in_place
 from cupy_flash.calls.check.partials import Partials, spec_of_call
-from cupy_flash.calls.conversions import converted
+from cupy_flash.calls.conversions import contiguous_copies, converted
 from cupy_flash.calls.gpu.allocate import ResultAllocator, result_allocator
+from cupy_flash.calls.gpu.prepared_calls import Context, Operation
 from cupy_flash.gpu import combine
-from cupy_flash.gpu.environment import cupy_module
-from cupy_flash.problem.device import Device
 
 # Names of the values that the struct is packed from: addresses of `Partials` and of the results.
 _NAMES = (*Partials._fields, "result", "lse")
+_OUT = Partials._fields.index("out")
 
 
 @dataclass(frozen=True)
@@ -31,23 +31,19 @@ class Call:
         self.overlap_check.check(addresses)
         (out, lse), (out_address, lse_address) = self.allocate_results()
         if out is None:
-            out, out_address = partials.out, addresses[2]
+            out, out_address = partials.out, addresses[_OUT]
         self.kernel.run((*addresses, out_address, lse_address))
         return out, lse
 
 
-def readable(partials: Partials) -> Partials:
+def readable(partials: Partials, _: None) -> Partials:
     """Return the arrays, with copies of those that the kernel cannot read in place."""
     partials = converted(partials)
-    copied: dict[str, Any] = {}
-    for name in ("lse_partial", "sinks"):
-        array = as_cupy(getattr(partials, name))
-        if array is not None and not (array.flags.c_contiguous and is_aligned(array)):
-            copied[name] = cupy_module().ascontiguousarray(readable_in_place(array))
+    copied = contiguous_copies(partials, "lse_partial", "sinks")
     return partials._replace(out_partial=readable_in_place(partials.out_partial), **copied)
 
 
-def prepare(partials: Partials, device: Device) -> Call:
+def prepare(partials: Partials, _: None, context: Context) -> Call:
     """Check such CuPy arrays, and compile and load the kernel that merges them."""
     spec = spec_of_call(*partials)
     out_partial, lse_partial = partials.out_partial, partials.lse_partial
@@ -57,5 +53,9 @@ def prepare(partials: Partials, device: Device) -> Call:
             (out, (lse_partial.shape[1:], lse_partial.dtype)), uses_torch=False
         ),
         overlap_check=OverlapCheck(partials._fields, partials, ("out",)),
-        kernel=combine.prepare(spec, device, _NAMES),
+        kernel=combine.prepare(spec, context.device, _NAMES),
     )
+
+
+# Merge of partial results. The options of a call are None.
+MERGE = Operation(readable, prepare)

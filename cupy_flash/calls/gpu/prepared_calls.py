@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 from cupy_flash.arrays.jax_arrays import JaxMemory
 from cupy_flash.arrays.strided import as_cupy
 from cupy_flash.arrays.torch_arrays import no_memory
 from cupy_flash.calls.check import device_lengths
 from cupy_flash.calls.check.modifications import NO_USER_MODS, ModificationKey, UserMods
-from cupy_flash.calls.gpu import backward as gpu_backward
-from cupy_flash.calls.gpu import forward as gpu_forward
-from cupy_flash.calls.gpu import merge, sharded_append
+from cupy_flash.calls.check.problems import CheckedCall
 from cupy_flash.calls.gpu.allocate import is_tensor
-from cupy_flash.calls.options import Options
 from cupy_flash.gpu.environment import cupy_module, device_for_id
 from cupy_flash.planning import tuning
 from cupy_flash.problem.arrays import MAX_ALIGNMENT
+from cupy_flash.problem.device import Device
 
 # Maximum number of prepared calls. A call key takes about 2 KiB, and a workload uses a handful.
 _MAX_CALLS = 4096
@@ -25,25 +23,56 @@ _MAX_CALLS = 4096
 _calls: dict[tuple[Any, ...], Any] = {}
 
 
+class Context(NamedTuple):
+    """Current device, user functions of a call, and whether torch allocates its memory."""
+
+    device: Device
+    user_mods: UserMods
+    uses_torch: bool
+
+
+class Operation(NamedTuple):
+    """Operation on a GPU, such as attention: the functions that prepare a call of it.
+
+    All take the record of arrays, and the options: `Options`, or another hashable value that the
+    operation defines.
+
+    Attributes
+    ----------
+    readable
+        Function that returns the arrays, with copies of those that kernels cannot read in place.
+    prepare
+        Function that checks, plans, compiles and loads a call of CuPy arrays, given a `Context`. It
+        returns the prepared call, whose `run` takes arrays, addresses, `keys` and `UserMods`.
+    check
+        Function that returns the `CheckedCall` of CuPy arrays; None if the operation has no lengths
+        that `device_lengths` can check.
+    """
+
+    readable: Callable[[Any, Any], Any]
+    prepare: Callable[[Any, Any, Context], Any]
+    check: Callable[[Any, Any], CheckedCall] | None = None
+
+
 def run(
+    operation: Operation,
     arrays: Any,
-    options: Options | sharded_append.CacheSharding | None,
+    options: Any,
     keys: int = 0,
     only_cupy: bool = False,
     user_mods: UserMods = NO_USER_MODS,
     mod_key: ModificationKey | None = None,
 ) -> Any:
-    """Compute attention, its gradients, a merge of partial results, or an append to a cache.
-
-    The launches are enqueued on the current device and stream.
+    """Enqueue the launches of an operation on the current device and stream.
 
     Parameters
     ----------
+    operation
+        Operation to compute.
     arrays
-        `Arguments` or `GradientArguments` with arrays on a GPU (CuPy arrays, torch tensors or
-        `JaxMemory`); or `Partials` or `AppendedRows` with CuPy arrays.
+        Record of arrays on a GPU: CuPy arrays, torch tensors or `JaxMemory`.
     options
-        Options of attention, or the `CacheSharding` of an append; None for a merge.
+        Options of the operation.
     keys
         Length of every cached sequence before the append if no array gives the lengths; else 0.
     only_cupy
@@ -55,27 +84,28 @@ def run(
 
     Returns
     -------
-    out, lse
-        Results of attention or of a merge; lse is None if it is not requested. A backward call
-        returns the gradients instead; an append returns None twice.
+    Results of the operation, such as out and lse; None for each that is not requested.
     """
-    read_arrays = arrays.arrays_of_kind(options.kind) if isinstance(options, Options) else arrays
-    entry = look_up(read_arrays, options, mod_key, only_cupy)
+    entry = look_up(arrays.key_arrays(options), options, mod_key, only_cupy)
     if entry is None:
         return None
     key, call, addresses = entry
     if call is None:
-        call, arrays, addresses = prepare(key, arrays, addresses, options, user_mods, mod_key)
-    if device_lengths.is_enabled and isinstance(options, Options):
-        device_lengths.check(arrays, options, keys, mod_key)
+        call, arrays, addresses = prepare(
+            operation, key, arrays, addresses, options, user_mods, mod_key
+        )
+    if device_lengths.is_enabled and operation.check is not None:
+        with_key = options if mod_key is None else options._replace(mod_key=mod_key)
+        device_lengths.check(arrays, with_key, keys, operation.check)
     return call.run(arrays, addresses, keys, user_mods)
 
 
 def prepare(
+    operation: Operation,
     key: tuple[Any, ...],
     arrays: Any,
     addresses: tuple[int, ...],
-    options: Options | sharded_append.CacheSharding | None,
+    options: Any,
     user_mods: UserMods = NO_USER_MODS,
     mod_key: ModificationKey | None = None,
 ) -> tuple[Any, Any, tuple[int, ...]]:
@@ -83,33 +113,20 @@ def prepare(
 
     The prepared call is kept under its call key; if arrays are copied, under that of the copies.
     """
-    device_id = key[0]
+    device_id, *_ = key
     require_device(device_id, arrays)
-    if isinstance(options, Options):
-        if mod_key is not None:
-            options = options.with_mod_key(mod_key)
-        module = gpu_forward if options.wrt is None else gpu_backward
-        readable: Any = module.readable(arrays, options)
-    else:
-        readable = merge.readable(arrays) if options is None else sharded_append.readable(arrays)
+    if mod_key is not None:
+        options = options._replace(mod_key=mod_key)
+    readable = operation.readable(arrays, options)
     if any(a is not b for a, b in zip(readable, arrays, strict=True)):
-        read_arrays = (
-            readable.arrays_of_kind(options.kind) if isinstance(options, Options) else readable
-        )
-        entry = look_up(read_arrays, options)
+        entry = look_up(readable.key_arrays(options), options)
         assert entry is not None
         key, call, addresses = entry
         if call is not None:
             return call, readable, addresses
-        return prepare(key, readable, addresses, options, user_mods)
-    plain, device = type(arrays)(*map(as_cupy, arrays)), device_for_id(device_id)
-    if options is None:
-        call = merge.prepare(plain, device)
-    elif isinstance(options, sharded_append.CacheSharding):
-        call = sharded_append.prepare(plain, options, device)
-    else:
-        uses_torch = is_tensor(arrays.like)
-        call = module.prepare(plain, options, device, user_mods, uses_torch=uses_torch)
+        return prepare(operation, key, readable, addresses, options, user_mods)
+    context = Context(device_for_id(device_id), user_mods, is_tensor(arrays.like))
+    call = operation.prepare(type(arrays)(*map(as_cupy, arrays)), options, context)
     if len(_calls) >= _MAX_CALLS:
         _calls.clear()
     _calls[key] = call
@@ -117,8 +134,8 @@ def prepare(
 
 
 def look_up(
-    read_arrays: Iterable[Any],
-    options: Options | sharded_append.CacheSharding | None,
+    key_arrays: Iterable[Any],
+    options: Any,
     mod_key: ModificationKey | None = None,
     only_cupy: bool = False,
 ) -> tuple[tuple[Any, ...], Any, tuple[int, ...]] | None:
@@ -129,7 +146,7 @@ def look_up(
     CuPy's.
     """
     cupy = cupy_module()
-    entry = find_array_keys(read_arrays, cupy.ndarray, only_cupy)
+    entry = find_array_keys(key_arrays, cupy.ndarray, only_cupy)
     if entry is None:
         return None
     array_keys, addresses = entry
@@ -138,17 +155,22 @@ def look_up(
     return key, _calls.get(key), addresses
 
 
+# Elements of an array key. The low bits of an address determine the alignment of the array.
+_ARRAY_KEY = ("shape", "strides", "dtype", "device", "low bits of the address")
+STRIDES = _ARRAY_KEY.index("strides")
+
+
 def find_array_keys(
     arrays: Iterable[Any], cupy_array: type, only_cupy: bool = False
 ) -> tuple[tuple[Any, ...], tuple[int, ...]] | None:
-    """Return the array keys of arrays on a GPU (shape, strides, ...), and their addresses.
+    """Return the array keys of arrays on a GPU (see `_ARRAY_KEY`), and their addresses.
 
     An absent array has None and 0. If `only_cupy`, the result is None if any array is not CuPy's.
     """
     array_keys: list[Any] = []
     addresses: list[int] = []
     low_bits = MAX_ALIGNMENT - 1
-    # Inline in the loop: a function call per array would cost half a microsecond.
+    # The keys are made in the loop itself: a function call per array would cost half a microsecond.
     for array in arrays:
         if array is None:
             array_keys.append(None)

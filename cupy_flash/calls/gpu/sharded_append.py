@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cupy_flash.arrays.strided import address_of, dtype_name, readable_in_place, spec_of
+from cupy_flash.calls.gpu.prepared_calls import Context, Operation
 from cupy_flash.gpu import append
-from cupy_flash.problem.device import Device
 
 
 class AppendedRows(NamedTuple):
@@ -18,6 +18,15 @@ class AppendedRows(NamedTuple):
     k: Any
     v: Any
     cache_seqlens: Any = None
+
+    @property
+    def like(self) -> Any:
+        """Array that determines which library allocates memory."""
+        return self.k_cache
+
+    def key_arrays(self, options: CacheSharding) -> AppendedRows:
+        """Return all arrays: the call key describes each of them."""
+        return self
 
 
 class CacheSharding(NamedTuple):
@@ -51,7 +60,7 @@ class Call:
         return None, None
 
 
-def readable(rows: AppendedRows) -> AppendedRows:
+def readable(rows: AppendedRows, _: CacheSharding) -> AppendedRows:
     """Return the arrays, with copies of those that the kernel cannot read in place."""
     lengths = rows.cache_seqlens
     return rows._replace(
@@ -61,7 +70,7 @@ def readable(rows: AppendedRows) -> AppendedRows:
     )
 
 
-def prepare(rows: AppendedRows, sharding: CacheSharding, device: Device) -> Call:
+def prepare(rows: AppendedRows, sharding: CacheSharding, context: Context) -> Call:
     """Compile and load the kernel that appends such CuPy arrays, which have been checked."""
     specs = [spec_of(array, address_of(array)) for array in rows[:4]]
     k_cache, v_cache, k, v = specs
@@ -87,4 +96,8 @@ def prepare(rows: AppendedRows, sharding: CacheSharding, device: Device) -> Call
         rank=sharding.rank,
         stripe=sharding.stripe,
     )
-    return Call(append.prepare(spec, device, (*AppendedRows._fields, "keys")))
+    return Call(append.prepare(spec, context.device, (*AppendedRows._fields, "keys")))
+
+
+# Append to a sharded cache. The options of a call are a `CacheSharding`.
+APPEND = Operation(readable, prepare)

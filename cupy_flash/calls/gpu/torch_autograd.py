@@ -16,23 +16,25 @@ from cupy_flash.arrays.torch_arrays import (
     tensor_types,
     two_streams,
 )
-from cupy_flash.calls.arguments import Arguments
-from cupy_flash.calls.backward_arguments import GradientArguments
+from cupy_flash.calls.arguments import Arguments, span
+from cupy_flash.calls.backward_arguments import GradientArguments, in_field_order
 from cupy_flash.calls.check import device_lengths
 from cupy_flash.calls.check.modifications import NO_USER_MODS
 from cupy_flash.calls.gpu import forward as gpu_forward
 from cupy_flash.calls.gpu import prepared_calls
 from cupy_flash.calls.gpu.allocate import as_tensor
+from cupy_flash.calls.gpu.backward import GRADIENTS
+from cupy_flash.calls.gpu.prepared_calls import STRIDES
 from cupy_flash.calls.options import Options
 from cupy_flash.gpu.environment import cupy_module
 from cupy_flash.problem.gradient import ROWS
 
 # Calls without `out` and modifications need only the addresses of their arrays.
 _NO_ARRAYS = Arguments()
-# Index of cu_seqlens_q among the arrays of a varlen call; cu_seqlens_k and seqused_k follow.
-_FIRST_LENGTHS = Arguments._fields.index("cu_seqlens_q")
-_NO_LENGTH_ADDRESSES = (0, 0, 0)
-_LENGTHS = slice(_FIRST_LENGTHS, _FIRST_LENGTHS + len(_NO_LENGTH_ADDRESSES))
+_ROWS = span(Arguments, "q", "v")
+_LENGTHS = span(Arguments, "cu_seqlens_q", "seqused_k")
+# Addresses of the three arrays of lengths in a dense call, which has none.
+_NO_LENGTHS = (0, 0, 0)
 _ALL_ROWS = (True,) * len(ROWS)
 # Maximum number of backward calls kept for one forward call: one for each strides of dout.
 _MAX_BACKWARD_CALLS = 64
@@ -68,7 +70,7 @@ def run(arrays: tuple[Any, ...], options: Options) -> tuple[tuple[Any, Any], Any
     Parameters
     ----------
     arrays
-        Arrays of the call, in the order of `Arguments.arrays_of_kind`.
+        Arrays of the call, in the order of `Arguments.key_arrays`.
     options
         Options of the call, as Python values.
 
@@ -87,7 +89,7 @@ def run(arrays: tuple[Any, ...], options: Options) -> tuple[tuple[Any, Any], Any
             return None
     try:
         result = prepared_calls.look_up(arrays, options)
-    except (RuntimeError, ImportError):  # A tensor without strides or memory; CuPy is missing.
+    except (RuntimeError, ImportError):  # A tensor has no strides or memory, or CuPy is missing.
         return None
     assert result is not None
     _, call, addresses = result
@@ -100,13 +102,13 @@ def record(result: Any, results: tuple[Any, Any]) -> Recorded:
     """Return the record of a call that `run` has made."""
     key, call, addresses = result
     out, lse = results
-    result_addresses = (out.data_ptr(), lse.data_ptr())
-    return Recorded(call, key[2], key[1], addresses, result_addresses)
+    _, array_keys, options, _, _ = key
+    return Recorded(call, options, array_keys, addresses, (out.data_ptr(), lse.data_ptr()))
 
 
 def _on_stream_of(tensor: Any, run: Callable[..., Any], *arguments: Any) -> Any:
     """Return `run(*arguments)`, executed while CuPy's current stream is torch's."""
-    # A null context would take 0.3 us.
+    # Entering a null context would take 0.3 us.
     if two_streams(tensor) is None:
         return run(*arguments)
     with on_stream_of(tensor):
@@ -138,26 +140,21 @@ def gradients(
     """
     call, _, array_keys, addresses, result_addresses = recorded
     q, k, v, out, lse, *lengths = saved
-    q_address, k_address, v_address, out_address, lse_address = (
-        *(q.data_ptr(), k.data_ptr(), v.data_ptr()),
-        *(out.data_ptr(), lse.data_ptr()),
-    )
+    rows = (q.data_ptr(), k.data_ptr(), v.data_ptr())
     if (
         dout is None
-        or (out_address, lse_address) != result_addresses
-        or (q_address, k_address, v_address) != addresses[:3]
+        or (out.data_ptr(), lse.data_ptr()) != result_addresses
+        or rows != addresses[_ROWS]
     ):
         return None
     # Saved-tensor hooks may have restored a tensor at the same address, but with other strides.
-    if (
-        q.stride() != array_keys[0][1]
-        or k.stride() != array_keys[1][1]
-        or v.stride() != array_keys[2][1]
-    ):
+    q_key, k_key, v_key = array_keys[_ROWS]
+    if q.stride() != q_key[STRIDES] or k.stride() != k_key[STRIDES] or v.stride() != v_key[STRIDES]:
         return None
-    length_addresses = addresses[_LENGTHS] or _NO_LENGTH_ADDRESSES
-    if [x.data_ptr() for x in lengths] != [
-        result_offsets for result_offsets in length_addresses if result_offsets
+    length_addresses = addresses[_LENGTHS]
+    # A dense call has no lengths, so it saves the 0.2 us of two comprehensions.
+    if length_addresses and [x.data_ptr() for x in lengths] != [
+        address for address in length_addresses if address
     ]:
         return None
     plain = tensor_types()
@@ -171,27 +168,17 @@ def gradients(
     except RuntimeError:
         return None
     assert result is not None
-    gradient_keys, (dout_address, dlse_address) = result
+    gradient_keys, gradient_addresses = result
     if dout.get_device() != cupy.cuda.runtime.getDevice():
         return None
     backward_call = call.backward_calls.get((needed, gradient_keys))
     if backward_call is None:
         key = needed, gradient_keys
         return _on_stream_of(q, _prepare_and_run, recorded, saved, (dout, dlse), key)
-    result_offsets = (
-        q_address,
-        k_address,
-        v_address,
-        out_address,
-        dout_address,
-        lse_address,
-        dlse_address,
-        0,
-        0,
-        0,
-        *length_addresses,
+    in_order = in_field_order(
+        *(rows, result_addresses, gradient_addresses, length_addresses or _NO_LENGTHS, 0)
     )
-    new = _on_stream_of(q, backward_call.run, (), result_offsets)
+    new = _on_stream_of(q, backward_call.run, (), in_order)
     return new if needed == _ALL_ROWS else _by_input(new, needed)
 
 
@@ -205,20 +192,21 @@ def _prepare_and_run(
     needed, _ = backward_key
     if not is_torch_on_gpu(*result_gradients):
         return None
-    (q, k, v, out, lse, *given), (dout, dlse) = saved, result_gradients
+    q, k, v, out, lse, *given = saved
     left = iter(given)
-    lengths = [
-        next(left) if result_offsets else None for result_offsets in recorded.addresses[_LENGTHS]
-    ]
-    arguments = GradientArguments(q, k, v, out, dout, lse, dlse, None, None, None, *lengths)
+    length_addresses = recorded.addresses[_LENGTHS] or _NO_LENGTHS
+    lengths = tuple([next(left) if address else None for address in length_addresses])
+    arguments = GradientArguments(*in_field_order((q, k, v), (out, lse), result_gradients, lengths))
     wrt = tuple([name for name, wanted in zip(ROWS, needed, strict=True) if wanted])
-    options = recorded.options.with_gradients(wrt)
+    options = recorded.options._replace(wrt=wrt)
     result = prepared_calls.look_up(arguments, options)
     assert result is not None
     key, call, addresses = result
     readable = arguments
     if call is None:
-        call, readable, addresses = prepared_calls.prepare(key, arguments, addresses, options)
+        call, readable, addresses = prepared_calls.prepare(
+            GRADIENTS, key, arguments, addresses, options
+        )
     new = call.run(readable, addresses)
     if readable is arguments:
         if len(recorded.call.backward_calls) >= _MAX_BACKWARD_CALLS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -13,40 +13,40 @@ from cupy_flash.calls.backends import require_cpu_family
 from cupy_flash.calls.backward_arguments import (
     WRITTEN,
     GradientArguments,
-    gradient_problem,
+    check_gradient_call,
     result_spec,
 )
 from cupy_flash.calls.check.lengths import check_contents
-from cupy_flash.calls.check.modifications import UserMods, bind_modifications, canonical
-from cupy_flash.calls.check.problems import sizes_of
+from cupy_flash.calls.check.modifications import UserMods
 from cupy_flash.calls.conversions import converted
-from cupy_flash.calls.gpu import prepared_calls
+from cupy_flash.calls.gpu.backward import GRADIENTS
 from cupy_flash.calls.host.forward import (
-    gpu_of,
+    CallInfo,
+    ModArrays,
+    call_key,
+    cpu_options,
+    find_call,
     is_plain,
-    positions_of_used,
+    packed_lengths,
     require_writable,
+    run_on_gpu,
     runs_on_gpu,
     scale_in,
-    upload_order,
 )
 from cupy_flash.calls.options import Options
 from cupy_flash.cpu.backward import gradients as cpu_backward
-from cupy_flash.cpu.backward.untiled import SmallGradients, small_gradients
+from cupy_flash.cpu.backward.untiled import small_gradients
 from cupy_flash.cpu.plan import make_cpu_plan
 from cupy_flash.families import FAMILIES
 from cupy_flash.families.schedule import Schedule
-from cupy_flash.gpu.environment import cupy_module, gpu_unavailable
 from cupy_flash.planning.planner import Plan, tile_fields
 from cupy_flash.problem.gradient import ROWS
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
 
-_ROWS = (*ROWS, "out", "dout")
 
-
-def backward(
-    arguments: GradientArguments, options: Options, backend: str, user_mods: UserMods
+def compute(
+    arguments: GradientArguments, options: Options, keys: int, backend: str, user_mods: UserMods
 ) -> tuple[np.ndarray, ...]:
     """Return the gradients for NumPy arrays, in the order of `Options.wrt`."""
     assert options.wrt is not None
@@ -57,9 +57,10 @@ def backward(
     out = readable_in_place(arguments.out, one_batch=options.is_dense)
     if out is not arguments.out:
         arguments = arguments._replace(out=out)
-    problem, tile, *_ = _call_info(arguments, options, backend)
+    call, mod_arrays = find_call(_calls, _check, arguments, options, backend)
+    problem = call.problem
     if not has_no_lengths:
-        check_contents(arguments.forward, options, problem, 0)
+        check_contents(arguments.forward, options, problem, keys)
     results, are_given = {}, False
     for name in options.wrt:
         result = getattr(arguments, f"d{name}", None)
@@ -71,10 +72,12 @@ def backward(
         results[name] = result
     if are_given:
         require_no_overlap(arguments._fields, arguments, WRITTEN)
-    if tile is None:
-        _on_gpu(arguments, results, options, user_mods)
+    if call.goes_to_gpu:
+        gradients = run_on_gpu(GRADIENTS, arguments, options, user_mods, WRITTEN)
+        for result, gradient in zip(results.values(), gradients, strict=True):
+            result[...] = gradient
     else:
-        _on_cpu(arguments, results, options, user_mods, problem, tile)
+        _on_cpu(arguments, results, options, user_mods, call, mod_arrays)
     return tuple(results.values())
 
 
@@ -83,73 +86,42 @@ def repeated(
 ) -> tuple[np.ndarray, ...] | None:
     """Compute a small call without modifications if a call with the same call key was made before.
 
-    The earlier call has passed all checks. Returns None if `backward` has to compute the call.
+    The earlier call has passed all checks. Returns None if `compute` has to compute the call.
     """
     for array in arguments:
         if array is not None and array.__class__ is not np.ndarray:
             return None
     if not arguments.dq is arguments.dk is arguments.dv is None:
         return None
-    call = _calls.get(_key_of(arguments, options, backend))
+    call = _calls.get(call_key(arguments, options, backend))
     if call is None or call.small is None:
         return None
-    q, k, v, out, dout, lse, dlse = arguments[:7]
+    q, k, v, out, dout, lse, dlse, *_ = arguments
     assert options.wrt is not None
     results = {name: np.empty(getattr(arguments, name).shape, q.dtype) for name in options.wrt}
-    arrays = q, k, v, out, dout, lse, dlse
     done = cpu_backward.backward_by_formula(
-        *arrays, results, call.small, call.scale, bound_mods=None
+        *(q, k, v, out, dout, lse, dlse, results, call.small, call.scale), bound_mods=None
     )
     return tuple(results.values()) if done else None
 
 
-class _CallInfo(NamedTuple):
-    """Results of the checks, common to all calls with the same shapes, strides, dtypes and options.
-
-    Attributes
-    ----------
-    tile
-        Tile of the CPU backend; None if a GPU computes the call.
-    small
-        Parameters for computing the call by the plain formula on the CPU; None if not applicable.
-    scale
-        Factor on the scores of such a call, in the dtype of q.
-    """
-
-    problem: Problem
-    tile: Tile | None
-    small: SmallGradients | None = None
-    scale: Any = None
+_calls: dict[Any, CallInfo] = {}
 
 
-# Maximum number of entries in `_calls`; see `forward.py`.
-_MAX_CALLS = 1024
-_calls: dict[Any, _CallInfo] = {}
-
-
-def _call_info(arguments: GradientArguments, options: Options, backend: str) -> _CallInfo:
-    """Return the `_CallInfo` of a call. A new one takes 250 us, longer than a small call itself."""
-    key = _key_of(arguments, options, backend)
-    info = _calls.get(key)
-    if info is None:
-        problem = gradient_problem(arguments, options)
-        goes_to_gpu = runs_on_gpu(problem, options, backend)
-        tile = None if goes_to_gpu else tile_of(problem, options)
-        info = _CallInfo(problem, tile)
-        if tile is not None and _has_plain_gradients(arguments, options):
-            q, k, v = arguments[:3]
-            causal, q_offset = problem.causal, problem.q_offset
-            small = small_gradients(q.shape, k.shape, v.shape[3], causal, q_offset, tile)
-            info = info._replace(small=small, scale=scale_in(q.dtype, problem))
-        if len(_calls) >= _MAX_CALLS:
-            _calls.clear()
-        _calls[key] = info
-    return info
-
-
-def _key_of(arguments: GradientArguments, options: Options, backend: str) -> tuple[Any, ...]:
-    array_keys = tuple([None if x is None else (x.shape, x.strides, x.dtype) for x in arguments])
-    return arguments.__class__, array_keys, options, backend, gpu_of(backend)
+def _check(
+    arguments: GradientArguments, options: Options, backend: str
+) -> tuple[CallInfo, ModArrays]:
+    problem, mod_arrays = check_gradient_call(arguments, options)
+    if runs_on_gpu(problem, options, backend):
+        return CallInfo(problem, True, None), mod_arrays
+    tile = tile_of(problem, options)
+    info = CallInfo(problem, False, tile)
+    if _has_plain_gradients(arguments, options):
+        q, k, v, *_ = arguments
+        causal, q_offset = problem.causal, problem.q_offset
+        small = small_gradients(q.shape, k.shape, v.shape[3], causal, q_offset, tile)
+        info = info._replace(small=small, scale=scale_in(q.dtype, problem))
+    return info, mod_arrays
 
 
 def _has_plain_gradients(arguments: GradientArguments, options: Options) -> bool:
@@ -179,10 +151,10 @@ def tile_of(problem: Problem, options: Options) -> Tile:
     return tile
 
 
-def plan_of(problem: Problem, options: Options) -> Plan:
-    """Return the plan of the CPU backend; raises as `tile_of` does."""
+def plan_of(problem: Problem, options: Options, why_no_gpu: str | None) -> Plan:
+    """Return the plan of the CPU backend, with the reason why no GPU is used; see `tile_of`."""
     tile = tile_of(problem, options)
-    plan = make_cpu_plan(problem, tile, gpu_unavailable())
+    plan = make_cpu_plan(problem, tile, why_no_gpu)
     return dataclasses.replace(
         plan,
         schedule=Schedule((), workspace=cpu_backward.workspace_bytes(problem, tile)),
@@ -192,68 +164,31 @@ def plan_of(problem: Problem, options: Options) -> Plan:
     )
 
 
-def _on_gpu(
-    arguments: GradientArguments,
-    results: dict[str, np.ndarray],
-    options: Options,
-    user_mods: UserMods,
-) -> None:
-    """Compute gradients on a GPU from copies of the arrays, and write them to `results`."""
-    cupy = cupy_module()
-    order = upload_order(options)
-    arguments = arguments._replace(**dict.fromkeys(WRITTEN))
-    uploaded = (None if x is None else cupy.asarray(x, order=order) for x in arguments)
-    gradients = prepared_calls.run(type(arguments)(*uploaded), options, user_mods=user_mods)
-    for result, new in zip(results.values(), gradients, strict=True):
-        result[...] = cupy.asnumpy(new)
-
-
 def _on_cpu(
     arguments: GradientArguments,
     results: dict[str, np.ndarray],
     options: Options,
     user_mods: UserMods,
-    problem: Problem,
-    tile: Tile,
+    call: CallInfo,
+    mod_arrays: ModArrays,
 ) -> None:
-    bound_mods = None
-    if options.mod_key is not None:
-        arrays_of = canonical(
-            options.mod_key, arguments.modification_arrays, sizes_of(problem, options)
-        )
-        arrays_of |= positions_of_used(arguments, arrays_of)
-        bound_mods = bind_modifications(options.mod_key, user_mods, arrays_of)
+    problem, tile = call.problem, call.tile
+    assert tile is not None
+    common = cpu_options(arguments, options, user_mods, problem, mod_arrays)
     results = dict(results)
     is_packed = options.kind == "varlen"
     if "bias" in results:
         bias = results["bias"]
         axes = 3 if is_packed else 4
         results["bias"] = bias.reshape((1,) * (axes - bias.ndim) + bias.shape)
-    arrays = arguments.q, arguments.k, arguments.v, arguments.out, arguments.dout
-    lse, dlse = arguments.lse, arguments.dlse
+    q, k, v, out, dout, lse, dlse, *_ = arguments
     if not is_packed:
-        if arguments.q.ndim != 4 or options.layout != "bshd":
-            arrays = tuple(to_bshd(array, options.layout) for array in arrays)
+        if q.ndim != 4 or options.layout != "bshd":
+            q, k, v, out, dout = (to_bshd(x, options.layout) for x in (q, k, v, out, dout))
             results |= {n: to_bshd(results[n], options.layout) for n in ROWS if n in results}
             lse, dlse = (None if x is None else x.reshape(problem.lse_shape) for x in (lse, dlse))
-        cpu_backward.backward(
-            *(*arrays, lse, dlse, results),
-            causal=problem.causal,
-            q_offset=problem.q_offset,
-            softmax_scale=problem.softmax_scale,
-            tile=tile,
-            bound_mods=bound_mods,
-        )
-        return
-    cpu_backward.varlen_backward(
-        *(*arrays, lse, dlse, results),
-        cu_seqlens_q=arguments.cu_seqlens_q,
-        cu_seqlens_k=arguments.cu_seqlens_k,
-        max_seqlen_q=problem.seqlen_q,
-        max_seqlen_k=problem.seqlen_k,
-        seqused_k=arguments.seqused_k,
-        causal=problem.causal,
-        softmax_scale=problem.softmax_scale,
-        tile=tile,
-        bound_mods=bound_mods,
-    )
+        common |= {"q_offset": problem.q_offset, "tile": tile}
+        cpu_backward.backward(q, k, v, out, dout, lse, dlse, results, **common)
+    else:
+        common |= packed_lengths(arguments, problem) | {"tile": tile}
+        cpu_backward.varlen_backward(q, k, v, out, dout, lse, dlse, results, **common)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -15,7 +15,6 @@ from cupy_flash.arrays.strided import dtype_name, to_bshd
 from cupy_flash.calls.arguments import (
     FLOAT8_SCALES,
     Arguments,
-    require_given,
     written_arrays,
 )
 from cupy_flash.calls.backends import cpu_tile, host_runs_on_gpu
@@ -26,22 +25,25 @@ from cupy_flash.calls.check.modifications import (
     bind_modifications,
     canonical,
 )
-from cupy_flash.calls.check.problems import lse_shape, problem_of, sizes_of
+from cupy_flash.calls.check.problems import check_call, lse_shape, sizes_of
 from cupy_flash.calls.conversions import converted
 from cupy_flash.calls.gpu import prepared_calls
+from cupy_flash.calls.gpu.forward import ATTENTION
+from cupy_flash.calls.gpu.prepared_calls import Operation
 from cupy_flash.calls.options import Options
 from cupy_flash.cpu import forward as cpu_forward
 from cupy_flash.cpu import varlen
-from cupy_flash.cpu.untiled import SmallCall, small_call_of
+from cupy_flash.cpu.plan import make_cpu_plan
+from cupy_flash.cpu.untiled import small_call_of
 from cupy_flash.gpu.environment import cupy_module, current_device
 from cupy_flash.planning import tuning
-from cupy_flash.planning.planner import is_served, make_plan
+from cupy_flash.planning.planner import Plan, is_served, make_plan
 from cupy_flash.problem.arrays import FLOAT8
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
 
 
-def forward(
+def compute(
     arguments: Arguments,
     options: Options,
     keys: int,
@@ -53,8 +55,8 @@ def forward(
     has_no_lengths = options.kind == "dense" and options.mod_key is None
     if not has_no_lengths:
         arguments = converted(arguments, options)
-    call = _call_info(arguments, options, backend)
-    problem, goes_to_gpu, *_ = call
+    call, mod_arrays = find_call(_calls, _check, arguments, options, backend)
+    problem = call.problem
     lengths = check_contents(arguments, options, problem, keys)
     out = arguments.out
     if out is not None or (not has_no_lengths and problem.layout.appends):
@@ -65,16 +67,20 @@ def forward(
         require_no_overlap(arguments._fields, arguments, written)
     if out is None:
         shape = (*arguments.q.shape[:-1], problem.head_dim_v)
-        out = np.empty(shape, call.out_dtype)
+        out = np.empty(shape, problem.out_dtype)
     if lengths is not None:
         arguments = _appended(arguments, lengths, options, call)
-    if goes_to_gpu:
+    if call.goes_to_gpu:
         # The append above has computed the scales of new rows already.
-        return _on_gpu(arguments, out, options._replace(compute_scales=False), user_mods)
+        options = options._replace(compute_scales=False)
+        if problem.is_float8:
+            options = options._replace(out_dtype=dtype_name(out))
+        out[...], lse = run_on_gpu(ATTENTION, arguments, options, user_mods, ("out",))
+        return out, lse
     lse = None
     if options.return_lse:
         lse = np.empty(lse_shape(arguments.q, problem), problem.lse_dtype)
-    _on_cpu(arguments, out, lse, options, user_mods, call)
+    _on_cpu(arguments, out, lse, options, user_mods, call, mod_arrays)
     return out, lse
 
 
@@ -84,23 +90,21 @@ def repeated(
     """Compute a small call without modifications if a call with the same call key was made before.
 
     The earlier call has passed all checks, which take 10 us; computing such a call takes 10 to 100.
-    Returns None if `forward` has to compute the call.
+    Returns None if `compute` has to compute the call.
     """
     q, k, v = arguments.q, arguments.k, arguments.v
     if not (q.__class__ is k.__class__ is v.__class__ is np.ndarray) or arguments.out is not None:
         return None
-    call = _calls.get(_key_of(arguments, options, backend))
+    call = _calls.get(call_key(arguments, options, backend))
     if call is None or call.small is None:
         return None
-    out = np.empty((*q.shape[:3], v.shape[3]), call.out_dtype)
-    lse = None
-    if options.return_lse:
-        lse = np.empty(call.problem.lse_shape, call.out_dtype)
+    out = np.empty((*q.shape[:3], v.shape[3]), q.dtype)
+    lse = np.empty(call.problem.lse_shape, q.dtype) if options.return_lse else None
     done = cpu_forward.forward_at_once(q, k, v, out, lse, call.small, call.scale, bound_mods=None)
     return (out, lse) if done else None
 
 
-class _CallInfo(NamedTuple):
+class CallInfo(NamedTuple):
     """Results of the checks, common to all calls with the same shapes, strides, dtypes and options.
 
     Attributes
@@ -108,8 +112,6 @@ class _CallInfo(NamedTuple):
     tile
         Tile of the CPU backend; None if a GPU computes the call or each group of sequences has its
         own tile.
-    out_dtype
-        Dtype of a newly allocated output.
     small
         Parameters for computing the call in one step on the CPU; None if not applicable.
     scale
@@ -119,34 +121,49 @@ class _CallInfo(NamedTuple):
     problem: Problem
     goes_to_gpu: bool
     tile: Tile | None
-    out_dtype: np.dtype[Any]
-    small: SmallCall | None = None
+    small: Any = None
     scale: Any = None
 
 
+# Result of `canonical`; None if the arrays of a call's modifications have not been checked yet.
+ModArrays = Mapping[str, Any] | None
 # Maximum number of entries in `_calls`, whose role is that of `_calls` in `prepared_calls`.
 _MAX_CALLS = 1024
-_calls: dict[Any, _CallInfo] = {}
+_calls: dict[Any, CallInfo] = {}
 
 
-def _call_info(arguments: Arguments, options: Options, backend: str) -> _CallInfo:
-    """Return the `_CallInfo` of a call. A new one takes 70 us, longer than a small call itself."""
-    key = _key_of(arguments, options, backend)
-    info = _calls.get(key)
+def find_call(
+    known: dict[Any, CallInfo],
+    check: Callable[[Any, Options, str], tuple[CallInfo, ModArrays]],
+    arguments: Any,
+    options: Options,
+    backend: str,
+) -> tuple[CallInfo, ModArrays]:
+    """Return the `CallInfo` of a call, and the arrays of its modifications if they were checked.
+
+    A call that is not known is checked, which takes 70 to 250 us: longer than a small call itself.
+    """
+    key = call_key(arguments, options, backend)
+    info, mod_arrays = known.get(key), None
     if info is None:
-        require_given(arguments, options)
-        problem = problem_of(arguments, options)
-        goes_to_gpu = runs_on_gpu(problem, options, backend)
-        tile = None if goes_to_gpu else requested_tile(problem, options)
-        info = _CallInfo(problem, goes_to_gpu, tile, np.dtype(problem.out_dtype))
-        if tile is not None and is_plain(arguments, options):
-            q, k, v = arguments.q, arguments.k, arguments.v
-            small = small_call_of(q, k, v, problem.causal, problem.q_offset, tile)
-            info = info._replace(small=small, scale=scale_in(q.dtype, problem))
-        if len(_calls) >= _MAX_CALLS:
-            _calls.clear()
-        _calls[key] = info
-    return info
+        info, mod_arrays = check(arguments, options, backend)
+        if len(known) >= _MAX_CALLS:
+            known.clear()
+        known[key] = info
+    return info, mod_arrays
+
+
+def _check(arguments: Arguments, options: Options, backend: str) -> tuple[CallInfo, ModArrays]:
+    arguments.require_given(options)
+    problem, mod_arrays = check_call(arguments, options)
+    if runs_on_gpu(problem, options, backend):
+        return CallInfo(problem, True, None), mod_arrays
+    info = CallInfo(problem, False, requested_tile(problem, options))
+    if info.tile is not None and is_plain(arguments, options):
+        q, k, v = arguments.q, arguments.k, arguments.v
+        small = small_call_of(q, k, v, problem.causal, problem.q_offset, info.tile)
+        info = info._replace(small=small, scale=scale_in(q.dtype, problem))
+    return info, mod_arrays
 
 
 @ignore_fp_errors
@@ -155,8 +172,9 @@ def scale_in(dtype: np.dtype[Any], problem: Problem) -> Any:
     return dtype.type(problem.softmax_scale)
 
 
-def _key_of(arguments: Arguments, options: Options, backend: str) -> tuple[Any, ...]:
-    given = arguments.arrays_of_kind(options.kind)
+def call_key(arguments: Any, options: Options, backend: str) -> tuple[Any, ...]:
+    """Return the key of the `CallInfo` of a call."""
+    given = arguments.key_arrays(options)
     array_keys = tuple([None if x is None else (x.shape, x.strides, x.dtype) for x in given])
     return array_keys, options, backend, gpu_of(backend), tuning.generation()
 
@@ -184,22 +202,44 @@ def runs_on_gpu(problem: Problem, options: Options, backend: str) -> bool:
     return is_served(problem, current_device())
 
 
-def positions_of_used(arguments: Any, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `q_offset` of varlen calls that have `seqused_q` and no `q_offset` of their own.
+def cpu_options(
+    arguments: Any,
+    options: Options,
+    user_mods: UserMods,
+    problem: Problem,
+    mod_arrays: ModArrays,
+) -> dict[str, Any]:
+    """Return the keyword arguments that all functions of the CPU backend have in common.
 
-    Parameters
-    ----------
-    arguments
-        `Arguments` or `GradientArguments` of the call, whose contents have been checked.
-    arrays
-        Arrays of the call's modifications, by name.
+    The contents of the arrays must have passed `check_contents`.
     """
-    if "seqused_q" not in arrays or "q_offset" in arrays:
-        return {}
-    keys = arguments.seqused_k
-    if keys is None:
-        keys = np.diff(arguments.cu_seqlens_k)
-    return {"q_offset": keys - arrays["seqused_q"]}
+    bound_mods = None
+    if options.mod_key is not None:
+        if mod_arrays is None:
+            sizes = sizes_of(problem, options)
+            mod_arrays = canonical(options.mod_key, arguments.modification_arrays, sizes)
+        if "seqused_q" in mod_arrays and "q_offset" not in mod_arrays:
+            keys = arguments.seqused_k
+            if keys is None:
+                keys = np.diff(arguments.cu_seqlens_k)
+            mod_arrays = {**mod_arrays, "q_offset": keys - mod_arrays["seqused_q"]}
+        bound_mods = bind_modifications(options.mod_key, user_mods, mod_arrays)
+    return {
+        "causal": problem.causal,
+        "softmax_scale": problem.softmax_scale,
+        "bound_mods": bound_mods,
+    }
+
+
+def packed_lengths(arguments: Any, problem: Problem) -> dict[str, Any]:
+    """Return the keyword arguments of the CPU backend that give the lengths of a varlen call."""
+    return {
+        "cu_seqlens_q": arguments.cu_seqlens_q,
+        "cu_seqlens_k": arguments.cu_seqlens_k,
+        "max_seqlen_q": problem.seqlen_q,
+        "max_seqlen_k": problem.seqlen_k,
+        "seqused_k": arguments.seqused_k,
+    }
 
 
 def requested_tile(problem: Problem, options: Options) -> Tile | None:
@@ -216,6 +256,11 @@ def requested_tile(problem: Problem, options: Options) -> Tile | None:
     return None if not problem.layout.is_dense and options.tile is None else tile
 
 
+def plan_of(problem: Problem, options: Options, why_no_gpu: str | None) -> Plan:
+    """Return the plan of the CPU backend, with the reason why no GPU is used; see `cpu_tile`."""
+    return make_cpu_plan(problem, cpu_tile(problem, options.family, options.tile), why_no_gpu)
+
+
 def require_writable(name: str, array: np.ndarray) -> None:
     """Raise ValueError for a read-only array."""
     if not array.flags.writeable:
@@ -227,19 +272,19 @@ def upload_order(options: Options) -> Literal["K", "C"]:
     return "K" if options.is_dense else "C"
 
 
-def _on_gpu(
-    arguments: Arguments, out: np.ndarray, options: Options, user_mods: UserMods
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Compute attention on a GPU from copies of the arrays."""
-    cupy = cupy_module()
-    arguments = arguments._replace(out=None)
+def run_on_gpu(
+    operation: Operation,
+    arguments: Any,
+    options: Options,
+    user_mods: UserMods,
+    written: tuple[str, ...],
+) -> list[Any]:
+    """Return the results of an operation on a GPU for copies of the arrays except `written`."""
     order = upload_order(options)
-    uploaded = (None if x is None else _uploaded(x, order) for x in arguments)
-    if dtype_name(arguments.q) == FLOAT8:
-        options = options._replace(out_dtype=dtype_name(out))
-    result, lse = prepared_calls.run(type(arguments)(*uploaded), options, user_mods=user_mods)
-    out[...] = cupy.asnumpy(result)
-    return out, None if lse is None else cupy.asnumpy(lse)
+    arguments = arguments._replace(**dict.fromkeys(written))
+    uploaded = type(arguments)(*(None if x is None else _uploaded(x, order) for x in arguments))
+    results = prepared_calls.run(operation, uploaded, options, user_mods=user_mods)
+    return [None if x is None else cupy_module().asnumpy(x) for x in results]
 
 
 def _uploaded(array: np.ndarray, order: Literal["K", "C"]) -> Any:
@@ -256,16 +301,11 @@ def _on_cpu(
     lse: np.ndarray | None,
     options: Options,
     user_mods: UserMods,
-    call: _CallInfo,
+    call: CallInfo,
+    mod_arrays: ModArrays,
 ) -> None:
     problem, tile = call.problem, call.tile
-    bound_mods = None
-    if options.mod_key is not None:
-        arrays_of = canonical(
-            options.mod_key, arguments.modification_arrays, sizes_of(problem, options)
-        )
-        arrays_of |= positions_of_used(arguments, arrays_of)
-        bound_mods = bind_modifications(options.mod_key, user_mods, arrays_of)
+    common = cpu_options(arguments, options, user_mods, problem, mod_arrays)
     if options.is_dense:
         if tile is None:
             # The CPU backend computes padded sequences as a dense batch, with one tile.
@@ -279,39 +319,27 @@ def _on_cpu(
         cpu_forward.forward(
             *(q, k, v, target),
             None if lse is None else lse.reshape(problem.lse_shape),
-            causal=problem.causal,
             q_offset=problem.q_offset,
-            softmax_scale=problem.softmax_scale,
             tile=tile,
-            bound_mods=bound_mods,
+            **common,
         )
         return
-    same: dict[str, Any] = {
+    common |= {
         "block_table": arguments.block_table,
-        "causal": problem.causal,
-        "softmax_scale": problem.softmax_scale,
         "tile": tile,
         "batch_invariant": problem.is_batch_invariant,
-        "bound_mods": bound_mods,
         "scales": _scales(arguments, problem),
     }
     arrays = arguments.q, arguments.keys, arguments.values_of(options), out, lse
     if options.kind == "varlen":
-        varlen.varlen_forward(
-            *arrays,
-            cu_seqlens_q=arguments.cu_seqlens_q,
-            cu_seqlens_k=arguments.cu_seqlens_k,
-            max_seqlen_q=problem.seqlen_q,
-            max_seqlen_k=problem.seqlen_k,
-            seqused_k=arguments.seqused_k,
-            **same,
-        )
+        common |= packed_lengths(arguments, problem)
+        varlen.varlen_forward(*arrays, **common)
     else:
         varlen.kvcache_forward(
             *arrays,
             lengths=arguments.cache_seqlens,
             cache_batch_idx=arguments.cache_batch_idx,
-            **same,
+            **common,
         )
 
 
@@ -326,7 +354,7 @@ def _scales(arguments: Arguments, problem: Problem) -> varlen.CacheScales | None
 
 
 def _appended(
-    arguments: Arguments, lengths: np.ndarray, options: Options, call: _CallInfo
+    arguments: Arguments, lengths: np.ndarray, options: Options, call: CallInfo
 ) -> Arguments:
     """Append new rows to the cache; return the arguments of attention, with the new lengths."""
     problem = call.problem

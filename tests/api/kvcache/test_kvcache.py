@@ -592,7 +592,7 @@ def test_a_paged_cache_is_described_to_both_kernels(gpu):
 def test_a_call_with_the_same_shapes_is_prepared_once_wherever_the_arrays_lie(gpu, monkeypatch):
     flash_attention_with_kvcache(**appending(gpu))
     monkeypatch.setattr(gpu_forward, "make_plan", None)
-    monkeypatch.setattr(gpu_forward, "problem_of", None)
+    monkeypatch.setattr(gpu_forward, "check_call", None)
     flash_attention_with_kvcache(**appending(gpu))
     assert len(gpu.launches) == 4
     assert len(gpu.compiled) == 2

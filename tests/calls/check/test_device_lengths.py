@@ -27,6 +27,8 @@ from cupy_flash import (
 )
 from cupy_flash.calls import rotary
 from cupy_flash.calls.check import device_lengths
+from cupy_flash.calls.gpu.backward import GRADIENTS
+from cupy_flash.calls.gpu.forward import ATTENTION
 from cupy_flash.calls.host import backward as host_backward
 from cupy_flash.calls.host import forward as host_forward
 
@@ -41,16 +43,16 @@ def is_captured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(device_lengths, "cupy_module", lambda: cupy)
 
     def check_contents(arguments: Any, options: Any, problem: Any, keys: int) -> Any:
-        device_lengths.check(arguments, options, keys, None)
+        device_lengths.check(arguments, options, keys, ATTENTION.check)
         # The computation itself needs valid lengths and indices, so it is skipped.
         raise Passed
 
-    def known(arguments: Any, options: Any, backend: str) -> Any:
-        device_lengths.check(arguments, options, 0, None)
+    def known(calls: Any, check: Any, arguments: Any, options: Any, backend: str) -> Any:
+        device_lengths.check(arguments, options, 0, GRADIENTS.check)
         raise Passed
 
     monkeypatch.setattr(host_forward, "check_contents", check_contents)
-    monkeypatch.setattr(host_backward, "_call_info", known)
+    monkeypatch.setattr(host_backward, "find_call", known)
     return bool(request.param)
 
 

@@ -16,7 +16,7 @@ import pytest
 from cupy_flash.arrays import jax_arrays, strided, torch_arrays
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.check.modifications import UserMods
-from cupy_flash.calls.gpu import allocate, merge, prepared_calls, torch_autograd
+from cupy_flash.calls.gpu import allocate, prepared_calls, torch_autograd
 from cupy_flash.calls.gpu import backward as gpu_backward
 from cupy_flash.calls.gpu import forward as gpu_forward
 from cupy_flash.calls.host import forward as host_forward
@@ -324,8 +324,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(FakeArray, "new_address", gpu.address)
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(launch, "_launch_function", lambda: launch_kernel)
-    users = (prepared_calls, gpu_forward, gpu_backward, merge, torch_autograd, launch, allocate)
-    for module in (*users, block_masks):
+    users = (prepared_calls, gpu_forward, torch_autograd, launch, allocate, block_masks)
+    for module in users:
         monkeypatch.setattr(module, "cupy_module", lambda: fake)
     for module in (torch_arrays, jax_arrays):
         monkeypatch.setattr(module, "_cupy", lambda: fake)
@@ -334,9 +334,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(prepared_calls, "device_for_id", lambda _: device_for_arch("sm_90"))
     for module in (gpu_forward, gpu_backward):
         monkeypatch.setattr(module, "shared", gpu.shared)
-        monkeypatch.setattr(module, "TensorMaps", FakeTensorMaps)
-    for module in (launch, append, combine):
-        monkeypatch.setattr(module, "thread_arguments", lambda: gpu.arguments)
+    monkeypatch.setattr(gpu_forward, "TensorMaps", FakeTensorMaps)
+    monkeypatch.setattr(launch, "thread_arguments", lambda: gpu.arguments)
     monkeypatch.setattr(block_masks, "_streams", {})
     monkeypatch.setattr(block_masks, "ByValue", lambda memory: SimpleNamespace(pointer=memory))
     for module in (launch, append, combine, block_masks):
@@ -354,9 +353,9 @@ def compute_on_host(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     cuda = SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 0))
     cupy = SimpleNamespace(ndarray=FakeArray, asarray=here, asnumpy=np.asarray, cuda=cuda)
 
-    def run(arguments: Arguments, options: Options, *, user_mods: UserMods) -> Any:
+    def run(_: Any, arguments: Arguments, options: Options, *, user_mods: UserMods) -> Any:
         uploads.append(arguments)
-        return host_forward.forward(arguments, options, 0, "cpu", user_mods)
+        return host_forward.compute(arguments, options, 0, "cpu", user_mods)
 
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(host_forward, "_calls", {})

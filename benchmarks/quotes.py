@@ -177,7 +177,7 @@ def _figures(prose: str) -> Iterator[tuple[int, str, str]]:
 
 
 def faults(text: str, results: Path = RESULTS) -> list[str]:
-    """Return the errors in the figures of a Markdown text, each with its line number."""
+    """Return the figures of a Markdown text that no record supports, with their line numbers."""
     text = _FENCE.sub(_blanked, text)
     prose = _COMMENT.sub(_blanked, text)
     found = []

@@ -76,7 +76,7 @@ class Timer(Protocol):
     pause: float
 
     def once(self, timed: Timed) -> float:
-        """Return the seconds of one call, from an idle processor to the call's end."""
+        """Return the seconds of one call, which begins while the processor that runs it is idle."""
 
     def interleaved(
         self, calls: Sequence[Timed], warmup: int, repeats: Sequence[int]
@@ -228,8 +228,8 @@ def repeats_within(seconds: float, one_repeat: float, warmup: int, repeats: int)
 def replayed(timed: Timed) -> Timed | None:
     """Capture the GPU work of a call on CuPy arrays in a CUDA graph, to launch it repeatedly.
 
-    The call was made before, so that it compiles nothing. Return a call that launches the graph on
-    CuPy's current stream, or None if the call cannot be captured.
+    The call must have been made before, so that it compiles nothing. Return a call that launches
+    the graph on CuPy's current stream, or None if the call cannot be captured.
     """
     import cupy
 

@@ -209,7 +209,8 @@ def compare(
     Parameters
     ----------
     kernels
-        Kernels of the call. Amounts are their sums; percentages and registers are the longest's.
+        Kernels of the call. Amounts are sums over the kernels. Percentages and registers are those
+        of the kernel that runs longest.
     plan, device, mods
         Plan, device and modifications of the call.
     """

@@ -224,8 +224,8 @@ def flash_attention_varlen_backward(
         Gradient of the output.
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale,
     seqused_k, backend, **modifications
-        Arguments of the `flash_attention_varlen` call whose gradients are computed. A key belongs
-        to one sequence, so seqused_k is at most the length that cu_seqlens_k gives.
+        Arguments of the `flash_attention_varlen` call whose gradients are computed. seqused_k
+        must be at most the length that cu_seqlens_k gives, since a key belongs to one sequence.
     out : array, shape (total_q, heads_q, head_dim_v)
         Output of that call.
     lse, dlse : array, shape (heads_q, total_q)

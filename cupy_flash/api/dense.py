@@ -176,7 +176,7 @@ def flash_attention_qkvpacked(
     TypeError
         If qkv is not an array; also see `flash_attention`.
     ValueError
-        If qkv has another shape; also see `flash_attention`.
+        If qkv has none of the documented shapes; also see `flash_attention`.
     """
     options = Options(
         "qkvpacked", causal, softmax_scale, return_lse, family, freeze_tile(tile), q_offset, layout

@@ -33,7 +33,7 @@ class Tables(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """Gradient of the rotated rows, the rows, and the tables of cosines and sines."""
+    """Arrays of a gradient call: `dout` of the rotated rows, the rows, and the rotary tables."""
 
     dout: Any
     x: Any

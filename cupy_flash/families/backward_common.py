@@ -160,8 +160,8 @@ def inspects(problem: Problem) -> bool:
         return True
     if mask.is_full or 0 in (problem.seqlen_q, problem.seqlen_k):
         return False
-    # The first and the last row attend to the fewest keys, and the fewest rows attend to the first
-    # and the last key.
+    # The row with the fewest visible keys is the first or the last, whatever the mask. Likewise,
+    # the key that the fewest rows attend to is the first or the last.
     rows, keys = (0, problem.seqlen_q - 1), (0, problem.seqlen_k - 1)
     return (
         not problem.layout.is_dense

@@ -191,7 +191,7 @@ def require_differentiable(
 
 
 class HostArray:
-    """Captured array on the host that is indexed as in kernels, with indices of the module `xp`.
+    """Captured array on the host. Index arrays of the module `xp` read elements as in kernels.
 
     An index outside of the array reads the nearest element. Elements become int32, or reals of
     `dtype`.

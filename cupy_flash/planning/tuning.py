@@ -315,7 +315,7 @@ def lookup_class(
     device, family, digest
         See `lookup`.
     wanted
-        Text of the class.
+        Text of the problem class to look up.
     except_user
         Whether to skip the user's entries of the GPU itself.
     """

@@ -233,8 +233,8 @@ def gradient_sizes(
     dout, q, k, v, **options
         See :func:`attention_backward_reference`.
     errors
-        Error bounds of the scores. If given, the result bounds the effect of these errors on the
-        gradients, except those of sinks. The output and the log-sum-exp count as exact.
+        Error bounds of the scores. If given, the result bounds the effect of these errors on all
+        gradients except those of sinks. The output and the log-sum-exp count as exact.
 
     Returns
     -------

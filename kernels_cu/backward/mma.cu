@@ -219,7 +219,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
   }
 
   // Sets the scores of keys that hold an infinity, because their components were replaced by zeros.
-  // The scaled score becomes -inf: if the true one is not, the row's lse is not finite anyway.
+  // The scaled score becomes -inf. If the true score is +inf or NaN, the lse of its row is not
+  // finite, and so the gradients of the row are NaN in any case.
   __device__ void mask_infinite_keys(Scores& scores) const {
     const auto& keys =
         *reinterpret_cast<const KeyScales*>(memory + Base::Preswizzled::KvTile::scales_offset);

@@ -121,7 +121,8 @@ __device__ void combine_row(const Params& p, const Partials<Config>& partials, i
   using Math = SoftmaxMath<T>;
   using Element = typename Config::Element;
   const int lane = threadIdx.x % 32;
-  // The maximum over the splits of the log-sum-exp or, if it is a pair, of its base.
+  // The maximum over the splits of the log-sum-exp. If the log-sum-exp is stored as a pair
+  // (`ExponentSum`), of its base.
   T max = -Math::infinity();
   for (int s = 0; s < p.num_splits; ++s) max = fmax(max, *partials.lse_row(s, index));
   typename Partials<Config>::Merge merge = {max == -Math::infinity() ? T(0) : max};

@@ -68,7 +68,8 @@ def test_a_sum_is_off_by_what_the_arithmetic_says(add_up: AddUp, dtype, exponent
     for bits in (12, 20, 33, 40):
         _, values = add_up(numbers, elements, bits)
         above = math.frexp(float(abs(numbers).max()))[1]
-        # Error of a number; the exponent is at least that of the smallest normal number.
+        # Rounding error of one added number. The unit's exponent is at least that of the smallest
+        # normal number.
         exponent = max(above + bits - 62, -126 if dtype == np.float32 else -1022)
         each = Fraction(2) ** (exponent + bits - 64)
         for element in range(ELEMENTS):

@@ -144,7 +144,7 @@ def test_naive_gradients_of_random_calls_are_near_enough(kind: str, dtype: str, 
 def test_wrong_gradients_are_found_out(wrong: str, dtype: str, rng: Any) -> None:
     name, gradients = WRONG[wrong]
     call = call_with_everything(rng, dtype)
-    # All other gradients are right, so that the wrong one must be found by itself.
+    # All other gradients are right, so that nothing but the wrong one can fail the check.
     got = dict(call.truth.naive) | {name: gradients(call)[name]}
     with pytest.raises(AssertionError, match=f"d{name} "):
         check_gradients(call, got)

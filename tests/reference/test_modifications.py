@@ -295,7 +295,8 @@ def test_packed_sequences_count_from_their_own_beginning(rng):
             bias = np.repeat(table[None, :, rows, : lengths_k[b]], 3, axis=0)
             own = given | {"bias": bias, "mask": bias < 0.8}
             if mod is product:
-                # Only ALiBi comes between score_mod and bias, so the bias can include the product.
+                # Only ALiBi, a sum, is applied between score_mod and bias. So the product that
+                # score_mod adds can be added to the bias instead.
                 del own["score_mod"]
                 own["bias"] = bias + np.outer(per_row[rows], per_key[keys])
             one = q[None, rows], k[None, keys], v[None, keys]

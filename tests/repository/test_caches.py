@@ -1,4 +1,4 @@
-"""Unbounded caches hold nothing whose number grows with the arguments of a program."""
+"""Caches without a bound hold no entries whose number grows with the arguments of calls."""
 
 from __future__ import annotations
 

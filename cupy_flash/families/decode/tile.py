@@ -30,8 +30,8 @@ class DecodeTile(Tile):
     min_blocks
         Number of thread blocks per SM, both in `__launch_bounds__` and in the size of the grid.
     cluster
-        Number of thread blocks of a cluster, which merges its results through shared memory. The
-        number of clusters is enough for the memory bandwidth. 0 for no clusters: then as many
+        Number of thread blocks of a cluster. They merge their results through shared memory. There
+        are enough clusters to saturate the memory bandwidth. 0 for no clusters: then as many
         thread blocks as run at once merge their results through device memory.
     """
 

@@ -55,7 +55,7 @@ def score_parts(problem: Problem, tile: HopperTile) -> int:
 
 
 def value_rows(problem: Problem, tile: HopperTile) -> int:
-    """Return the rows of a transposed value tile: head_dim_v, padded to whole partial outputs."""
+    """Return the rows of a transposed value tile: head_dim_v, padded to whole parts of O."""
     return round_up(problem.head_dim_v, tile.Bc // score_parts(problem, tile))
 
 

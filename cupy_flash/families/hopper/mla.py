@@ -32,7 +32,7 @@ _FEW_ROWS_TFLOPS = 150.0
 
 
 def holds_values_in_keys(problem: Problem) -> bool:
-    """Return whether the kernel reads values from the tile of keys (MLA), with no padded columns.
+    """Return whether the kernel reads values from K tiles (MLA); it must not pad their columns.
 
     Each of two thread blocks has half of the columns of the values and half of the other columns.
     """

@@ -98,7 +98,7 @@ def why_not_low_rows(problem: Problem, device: Device) -> str | None:
 
 
 def low_row_launches(problem: Problem, device: Device) -> tuple[Launch, ...]:
-    """Return the launch that computes rows of low scores with the kernel of the `mma` family.
+    """Return the launch, if needed, of the `mma` kernel for rows of very low or high scores.
 
     See ``kernels_cu/forward/hopper/low_rows.cuh``.
     """

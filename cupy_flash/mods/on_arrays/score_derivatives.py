@@ -121,7 +121,7 @@ def capture_gradients(
 
 
 def _gathered(products: Any, indices: list[Any], shape: tuple[int, ...], xp: Any) -> Any:
-    """Return the sums of the products that belong to each element of an array of `shape`."""
+    """Return an array of `shape`: for each element, the sum of the products at its indices."""
     element = xp.zeros((), np.int64)
     for index, length in zip(indices, shape, strict=True):
         element = element * length + xp.clip(xp.asarray(index), 0, length - 1)

@@ -227,8 +227,9 @@ struct HopperGradientCta {
   __device__ unsigned keys_full() const { return barrier(ring_barriers); }
   __device__ unsigned keys_arrived() const { return barrier(ring_barriers + 1); }
   __device__ unsigned values_full() const { return barrier(ring_barriers + 2); }
-  // Barriers of consumers with separate keys. Each consumer has one buffer of dq sums, but two
-  // adder lanes alternate, and each waits at a `sums_full` barrier of its own.
+  // Barriers of consumers with separate keys. Each consumer has one buffer of dq sums. Two lanes
+  // (`HopperGradientAdder`) add it to memory in alternate steps, and each lane waits at a
+  // `sums_full` barrier of its own.
   __device__ unsigned sums_empty(int consumer) const {
     return barrier(ring_barriers + 3 + consumer);
   }

@@ -48,7 +48,8 @@ struct HopperGradientProducts {
   static_assert(columns % 16 == 0 && parts * columns == Br, "whole products");
 
   // Whether P and dS are computed in one pass, when both S and dP are complete. This is needed if
-  // modifications change slopes, because a slope is computed from S, which P replaces.
+  // modifications change slopes: a slope, the derivative of the modified score by the score, is
+  // computed from S, which P replaces.
   static constexpr bool single_pass = changes_slope<Mods>() && wants_ds;
 
   using Scores = float[columns / 2];

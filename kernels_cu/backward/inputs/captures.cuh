@@ -192,7 +192,8 @@ struct Contributions {
     Scores scores;
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
       scores.compute(p, memory, sequence, mask, batch, head, row, tile * size);
-      // Keys are the outer loop: if the element depends on the key alone, rows add to the same one.
+      // Keys are the outer loop: if the element depends on the key alone, all rows of the inner
+      // loop add to one element, which can stay in a register.
 #pragma unroll
       for (int j = 0; j < Scores::keys_per_thread; ++j) {
 #pragma unroll

@@ -49,7 +49,8 @@ struct DecodeColumnWarps {
     }
   }
 
-  // Replaces partial scores by their sum over the column warps. Lane i reads only data of lanes i.
+  // Replaces partial scores by their sum over the column warps. Lane i reads only what lane i of
+  // each warp has written.
   template <int row_tiles, int key_tiles>
   __device__ void reduce_scores(float (&scores)[row_tiles][key_tiles][4]) {
     if constexpr (size > 1) {

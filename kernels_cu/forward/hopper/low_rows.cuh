@@ -1,5 +1,5 @@
-// Rows that the softmax of the Hopper kernel leaves out: rows whose scores are all very low, as for
-// padding under a bias of -1e9 or of the lowest number, and rows with a score above -low_score.
+// Rows that the softmax of the Hopper kernel leaves out. All scores of such a row are very low, as
+// for padding under a bias of -1e9 or of -FLT_MAX, or a score is very high, above -low_score.
 // That softmax treats scores up to `low_score` (score/softmax.cuh) as masked, so a row without
 // other scores comes out as 0. A high score would be rounded differently in the KV tile that sets
 // the base than in later ones. This launch follows the Hopper kernel. It recomputes the query tiles

@@ -713,7 +713,7 @@ def test_a_call_that_is_refused_leaves_the_cache_as_it_was(place: Place) -> None
         assert arguments[name].get().tobytes() == getattr(problem, name).tobytes()
 
 
-# ---- Array types, and merged results
+# ---- Types of the arrays, and partial results of a cache merged by `combine`
 
 
 @pytest.mark.parametrize("backend", [pytest.param("auto", marks=pytest.mark.gpu), "cpu"])

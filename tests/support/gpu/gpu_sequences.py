@@ -151,12 +151,12 @@ def _rng_of(fixed: dict[str, Any]) -> np.random.Generator:
 
 
 def varlen(**fixed: Any) -> VarlenCase:
-    """Return a case with random lengths, which the arguments determine."""
+    """Return a case with random lengths; the arguments determine the seed."""
     return random_varlen_case(_rng_of(fixed), **fixed)
 
 
 def kvcache(**fixed: Any) -> KVCacheCase:
-    """Return a case with random lengths, which the arguments determine."""
+    """Return a case with random lengths; the arguments determine the seed."""
     return random_kvcache_case(_rng_of(fixed), **fixed)
 
 

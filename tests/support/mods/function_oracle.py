@@ -63,7 +63,7 @@ class Value:
 
 
 class Oracle:
-    """Values of random functions for arrays of pairs.
+    """Evaluator of random functions at many pairs of query and key.
 
     `symbols` has positions (int32 arrays), and ``score`` (a float array). `captures` has arrays and
     numbers by name, and `real` is np.float32 or np.float64. `inputs` is the dtype of queries and

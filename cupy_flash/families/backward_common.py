@@ -77,6 +77,7 @@ def schedule(
     sums: QuerySums | None = None,
     section_heads: int = 0,
     tensor_maps: Mapping[str, TensorMapSpec] | None = None,
+    params: Mapping[str, int] | None = None,
 ) -> Schedule:
     """Return the schedule of a backward pass: preprocessing, `launches`, and input gradients.
 
@@ -92,6 +93,8 @@ def schedule(
         Number of query heads whose tiles are interleaved; 0 for as many as fit in L2.
     tensor_maps
         Tensor maps that the kernels take, by name.
+    params
+        Fields of the argument struct, see `Schedule`.
     """
     gradient = problem.gradient_spec
     blocks = _row_stats_blocks(problem)
@@ -115,6 +118,7 @@ def schedule(
         section_heads=section_heads or heads_in_l2(problem, device),
         tensor_maps=tensor_maps or {},
         workspace_offsets=offsets,
+        params=params or {},
     )
 
 
@@ -126,20 +130,26 @@ class QuerySums:
     ----------
     Br, columns
         Number of rows, and of columns, of a dq tile.
+    kv_tiles, kv_floats
+        Number of KV tiles whose dk and dv several thread blocks sum, and number of floats of each.
     """
 
     Br: int
     columns: int
+    kv_tiles: int = 0
+    kv_floats: int = 0
 
     def workspace(self, problem: Problem) -> int:
         """Return the size in bytes of row statistics (lse and delta), semaphores and dq tiles."""
         terms = _query_rows(problem) * 2 * ITEMSIZE[problem.lse_dtype]
         tile_slots = self.tile_slots(problem)
         sums = tile_slots * self.Br * self.columns * _WORD
+        semaphores = tile_slots + 2 * self.kv_tiles
         return (
             round_up(terms, _WORKSPACE_ALIGNMENT)
-            + round_up(tile_slots * _WORD, _WORKSPACE_ALIGNMENT)
+            + round_up(semaphores * _WORD, _WORKSPACE_ALIGNMENT)
             + sums
+            + self.kv_tiles * self.kv_floats * _WORD
         )
 
     def tile_slots(self, problem: Problem) -> int:
@@ -193,7 +203,11 @@ def _row_stats_blocks(problem: Problem) -> int:
 
 
 def config(
-    problem: Problem, sums: QuerySums | None = None, *, last_writes: bool = False
+    problem: Problem,
+    sums: QuerySums | None = None,
+    *,
+    last_writes: bool = False,
+    splits_heads: bool = False,
 ) -> dict[str, int | bool]:
     """Return the members of the `Config` struct that all backward kernels read.
 
@@ -204,12 +218,15 @@ def config(
     last_writes
         Whether the last thread block that adds to a dq tile also writes dq. Preprocessing then
         zeroes the tiles that attend to no key.
+    splits_heads
+        Whether several thread blocks may add to the dk and dv of a KV tile.
     """
     return {
         "as_inputs": problem.gradient_spec.as_inputs,
         "row_lanes": row_lanes(problem),
         "has_seqlens": not problem.layout.is_dense,
         "dq_Br": 0 if sums is None else sums.Br,
+        "splits_heads": splits_heads,
         "may_mask_pairs": problem.score is not None and problem.score.conceals,
         "inspects": inspects(problem),
         "has_one_key_rows": _may_have_one_key(problem),

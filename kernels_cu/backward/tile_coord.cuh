@@ -9,6 +9,7 @@ struct GradientTileCoord {
   int begin;  // first row of the tile
   int batch;
   int head;   // KV head of a KV tile, or query head of a query tile
+  int chunk;  // index of the CTA's query heads in the group, with Config::splits_heads
 };
 
 // Sizes that determine the number and order of the tiles of dk and dv (`OfKv`), or of dq.
@@ -40,26 +41,38 @@ struct GradientTiling {
 // section. If a packed sequence is short, its sections are larger. Within a section, tiles are in
 // order or, if `FromLast`, reversed. Callers choose the order that starts with the longest tiles of
 // a causal mask or, for Hopper, the dq order (dq/order.cuh).
+//
+// With `Config::splits_heads`, each KV tile has `p.num_splits` CTAs, one for each chunk of the query
+// heads of its group. The CTAs of the first chunk precede those of the second in each section, so
+// that a chunk's CTA of a KV tile has usually ended when the next chunk's reaches its end.
 template <class Config, int Rows, bool OfKv, bool FromLast>
 __device__ GradientTileCoord gradient_tile_coord(const GradientParams& p, int block) {
   const GradientTiling<OfKv> tiling(p);
+  int chunks = 1;
+  if constexpr (OfKv && Config::splits_heads) chunks = p.num_splits;
   const int longest = ceil_div(tiling.longest, Rows);
   int tiles = longest, heads = p.batch * tiling.heads, section_heads = tiling.section_heads;
   PackedRange tile_slots = {};
   const bool is_packed = Config::has_seqlens && tiling.starts != nullptr;
   if (is_packed) {
-    tile_slots = find_tile_slots<Rows>(tiling.starts, p.batch, tiling.total, block / tiling.heads);
+    tile_slots = find_tile_slots<Rows>(tiling.starts, p.batch, tiling.total,
+                                       block / (tiling.heads * chunks));
     tiles = tile_slots.end - tile_slots.begin;
     heads = tiling.heads;
     section_heads = int(min(int64(heads), int64(section_heads) * max(1, longest / tiles)));
-    block -= tile_slots.begin * heads;
+    block -= tile_slots.begin * heads * chunks;
   }
-  const int section = block / (section_heads * tiles);
+  const int section = block / (section_heads * tiles * chunks);
   const int first_head = section * section_heads;
   const int section_size = min(section_heads, heads - first_head);
-  const int index = block - first_head * tiles;
+  int index = block - first_head * tiles * chunks;
+  int chunk = 0;
+  if constexpr (OfKv && Config::splits_heads) {
+    chunk = index / (section_size * tiles);
+    index -= chunk * section_size * tiles;
+  }
   const int tile = index / section_size;
   const int head = first_head + index % section_size;
   return {(FromLast ? tiles - 1 - tile : tile) * Rows,
-          is_packed ? tile_slots.sequence : head / tiling.heads, head % tiling.heads};
+          is_packed ? tile_slots.sequence : head / tiling.heads, head % tiling.heads, chunk};
 }

@@ -170,10 +170,11 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
 
     def schedule(self, problem: Problem, device: Device, tile: HopperBackwardTile) -> Schedule:
         kv_blocks, query_blocks = backward_common.count_blocks(problem, tile.Bc, tile.Br)
+        chunks = _head_chunks(problem, device)
         resources = self.threads(tile), self.shared_memory(problem, tile), 1
         launches = [
             Launch.of_gradients(
-                *(KEY_GRADIENTS, "hopper_gradients", kv_blocks, *resources),
+                *(KEY_GRADIENTS, "hopper_gradients", kv_blocks * chunks, *resources),
                 arguments=("gradient_maps", "gradients"),
             )
         ]
@@ -184,14 +185,19 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             problem,
             device,
             launches,
-            self._sums(problem, tile),
-            _section(problem, device),
+            self._sums(problem, tile, chunks),
+            _section(problem, device, chunks),
             _tensor_maps(problem, tile),
+            {"num_splits": chunks},
         )
 
-    def _sums(self, problem: Problem, tile: HopperBackwardTile) -> QuerySums:
-        gradient = problem.gradient_spec
-        return QuerySums(tile.Br, _padded_dims(problem)[0] if gradient.wants("q") else 0)
+    def _sums(self, problem: Problem, tile: HopperBackwardTile, chunks: int) -> QuerySums:
+        dim, dim_v = _padded_dims(problem)
+        columns = dim if problem.gradient_spec.wants("q") else 0
+        if chunks == 1:
+            return QuerySums(tile.Br, columns)
+        kv_tiles, _ = backward_common.count_blocks(problem, tile.Bc, tile.Br)
+        return QuerySums(tile.Br, columns, kv_tiles, tile.Bc * (dim + dim_v))
 
     def config(
         self, problem: Problem, tile: HopperBackwardTile, split: Split
@@ -199,17 +205,24 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         gradient = problem.gradient_spec
         dim, dim_v = _padded_dims(problem)
         helper_registers, consumer_registers = _register_split(problem)
-        return {
-            **tile_members(tile, "Br Bc columns q_stages dout_stages"),
-            "padded_dim": dim,
-            "padded_dim_v": dim_v,
-            "producer_registers": helper_registers,
-            "consumer_registers": consumer_registers,
-            "wide": _is_wide(problem),
-            "shared_memory": self.shared_memory(problem, tile),
-            **{f"wants_{name}": gradient.wants(name) for name in ROWS},
-        } | backward_common.config(
-            problem, self._sums(problem, tile), last_writes=_last_writes(problem)
+        return (
+            {
+                **tile_members(tile, "Br Bc columns q_stages dout_stages"),
+                "padded_dim": dim,
+                "padded_dim_v": dim_v,
+                "producer_registers": helper_registers,
+                "consumer_registers": consumer_registers,
+                "wide": _is_wide(problem),
+                "shared_memory": self.shared_memory(problem, tile),
+                **{f"wants_{name}": gradient.wants(name) for name in ROWS},
+            }
+            | backward_common.config(
+                problem,
+                self._sums(problem, tile, 1),
+                last_writes=_last_writes(problem),
+                splits_heads=_may_split_heads(problem),
+            )
+            | {"kv_Bc": tile.Bc}
         )
 
 
@@ -221,6 +234,33 @@ def _is_wide(problem: Problem) -> bool:
 def _last_writes(problem: Problem) -> bool:
     """Return whether the last thread block that adds to a dq tile also writes dq."""
     return not _is_wide(problem) and problem.gradient_spec.dtype == problem.dtype
+
+
+def _may_split_heads(problem: Problem) -> bool:
+    """Return whether several thread blocks may divide the query heads of a KV tile.
+
+    With mask functions, a thread block would also need the sums of P over all of these heads.
+    """
+    score = problem.score
+    return (
+        problem.heads_q > problem.heads_kv
+        and not _is_wide(problem)
+        and (score is None or not score.masks_pairs)
+    )
+
+
+def _head_chunks(problem: Problem, device: Device) -> int:
+    """Return the number of thread blocks that divide the query heads of a KV tile.
+
+    With a causal mask, the KV tiles differ in length, and a whole group of query heads multiplies
+    the length of the longest one. So there are at least 12 thread blocks per SM, if possible.
+    """
+    if not _may_split_heads(problem) or (problem.mask.is_full and problem.layout.is_dense):
+        return 1
+    group = problem.heads_q // problem.heads_kv
+    blocks, _ = backward_common.count_blocks(problem, 2 * WARPGROUP_ROWS, WARPGROUP_ROWS)
+    chunks = [chunk for chunk in range(1, group + 1) if group % chunk == 0]
+    return next((n for n in chunks if n * blocks >= 12 * device.sm_count), chunks[-1])
 
 
 def _register_split(problem: Problem) -> tuple[int, int]:
@@ -246,8 +286,10 @@ def _tensor_maps(problem: Problem, tile: HopperBackwardTile) -> dict[str, Tensor
     return maps
 
 
-def _section(problem: Problem, device: Device) -> int:
+def _section(problem: Problem, device: Device, chunks: int) -> int:
     """Return the number of query heads whose tiles are interleaved.
+
+    If thread blocks divide the query heads of a group, those of one chunk run at a time.
 
     q, dout and the dq accumulator of these heads should fit in a third of L2, because adding to
     memory outside of L2 takes twice the time: 470 TFLOP/s with 1 head, 334 with 32 heads (H200,
@@ -255,7 +297,7 @@ def _section(problem: Problem, device: Device) -> int:
     """
     group = problem.heads_q // problem.heads_kv
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.itemsize + 4 * problem.head_dim
-    in_l2 = device.l2_cache // 3 // max(1, group * problem.seqlen_q * row_bytes)
+    in_l2 = device.l2_cache // 3 // max(1, group // chunks * problem.seqlen_q * row_bytes)
     return group * max(1, min(in_l2, problem.batch * problem.heads_kv))
 
 

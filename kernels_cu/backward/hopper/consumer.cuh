@@ -21,6 +21,7 @@
 #pragma once
 
 #include "backward/hopper/cta.cuh"
+#include "backward/hopper/head_chunks.cuh"
 #include "backward/hopper/products.cuh"
 #include "ptx/sm90a.cuh"
 
@@ -61,6 +62,9 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     Base::clear(dk_sums);
     Base::clear(dv_sums);
     if (cta.has_steps()) process_tiles();
+    if constexpr (Config::splits_heads) {
+      if (!HopperHeadChunks<Config>(cta, consumer).merge(dk_sums, dv_sums)) return;
+    }
     // dv is written first: the other consumer may still read this one's keys, for dq.
     if constexpr (wants_v) Base::write_dv(dv_sums);
     if constexpr (wants_q) Cta::sync_consumers();

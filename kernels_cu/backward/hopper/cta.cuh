@@ -169,14 +169,23 @@ struct HopperGradientCta {
   };
   __device__ bool has_steps() const { return order.first_tile < order.end_tile; }
   __device__ Step first_step() const {
+    if constexpr (Config::splits_heads) {
+      const int heads = p.heads_q / (p.heads_kv * p.num_splits);  // of a chunk
+      return {(coord.head * p.num_splits + coord.chunk) * heads, order.first_tile};
+    }
     return {coord.head * (p.heads_q / p.heads_kv), order.first_tile};
   }
   // Compares products instead of dividing: a producer warp has too few registers for a division,
   // and ptxas once let the division overwrite its dividend. The products may wrap around, as they
   // differ by less than heads_q.
   __device__ bool is_last(const Step& step) const {
-    return step.tile == order.end_tile - 1 &&
-           (step.head + 1u) * p.heads_kv == (coord.head + 1u) * p.heads_q;
+    if (step.tile != order.end_tile - 1) return false;
+    if constexpr (Config::splits_heads) {
+      const unsigned chunks = p.num_splits;
+      return (step.head + 1u) * p.heads_kv * chunks ==
+             (coord.head * chunks + coord.chunk + 1u) * p.heads_q;
+    }
+    return (step.head + 1u) * p.heads_kv == (coord.head + 1u) * p.heads_q;
   }
   __device__ Step next_step(const Step& step) const {
     if (step.tile < order.end_tile - 1) return {step.head, step.tile + 1};

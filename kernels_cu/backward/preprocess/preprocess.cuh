@@ -23,7 +23,8 @@ struct Preprocess {
     if constexpr (Config::dq_Br > 0) {
       const DqSums<Config> sums(p);
       const int64 step = int64(gridDim.x) * blockDim.x;
-      for (int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x; i < sums.count; i += step) {
+      for (int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x; i < sums.semaphore_count();
+           i += step) {
         sums.semaphores[i] = 0;
       }
     }

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import commands
+from support.cli import commands
 from support.gpu import fake_cupy
 
 from cupy_flash.cli.cases.cases import Case

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.benchmark_scripts import IN_CHECKOUT, script
+from support.cli.benchmark_scripts import IN_CHECKOUT, script
 
 from cupy_flash import flash_attention, flash_attention_backward
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import commands
+from support.cli import commands
 from support.gpu import fake_cupy
 
 from cupy_flash.cli.bench.table import timing_text

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import Result
-from support import commands
+from support.cli import commands
 from support.gpu import fake_cupy
 
 from cupy_flash import (

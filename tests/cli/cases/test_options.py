@@ -9,7 +9,7 @@ import click
 import numpy as np
 import pytest
 from click.shell_completion import ShellComplete
-from support.commands import input_options, only_line, refusal, run
+from support.cli.commands import input_options, only_line, refusal, run
 
 from cupy_flash.cli.cases import presets
 from cupy_flash.cli.cases.cases import Case, describe, sweep

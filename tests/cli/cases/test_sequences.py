@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import Result
-from support import commands
+from support.cli import commands
 from support.gpu import fake_cupy
 
 from cupy_flash.api.kvcache import flash_attention_with_kvcache

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from support import commands
-from support.benchmark_scripts import IN_CHECKOUT
+from support.cli import commands
+from support.cli.benchmark_scripts import IN_CHECKOUT
 
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.model.ranks import Links, counts, estimate

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import commands
+from support.cli import commands
 
 from cupy_flash import parallel
 from cupy_flash.cli.bench.bench import bench

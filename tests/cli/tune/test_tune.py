@@ -15,10 +15,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from click.testing import Result
-from support import commands
+from support.cli import commands
+from support.cli.sweeps import FakeBuilder, FakeTimer, install_gpu, text_of
 from support.compilers import needs_compiler
 from support.gpu import fake_cupy
-from support.sweeps import FakeBuilder, FakeTimer, install_gpu, text_of
 
 import cupy_flash
 from cupy_flash.cli.build.build import Job

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from support import commands
+from support.cli import commands
+from support.cli.sweeps import install_gpu
 from support.gpu import fake_cupy
-from support.sweeps import install_gpu
 
 from cupy_flash.cli.cases import inputs as inputs_module
 from cupy_flash.cli.cases.cases import Case

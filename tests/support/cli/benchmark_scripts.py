@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-CHECKOUT = Path(__file__).resolve().parents[2]
+CHECKOUT = Path(__file__).resolve().parents[3]
 # The tests may be outside of a checkout.
 IN_CHECKOUT = (CHECKOUT / "benchmarks").is_dir()
 

@@ -98,7 +98,7 @@ def test_rows_may_lie_anyhow():
     assert hopper.why_not(case, h100) is None
 
 
-def test_pieces_are_arrays_of_three_bfloat16_for_an_element():
+def test_components_are_arrays_of_three_bfloat16_for_an_element():
     case = problem(1000, batch=3, heads=4, dim=61)
     schedule = make_plan(case, h100, family="hopper").schedule
     queries, keys = 3 * 1000 * 4 * 64 * 6, 3 * 1000 * 2 * 64 * 6
@@ -117,7 +117,7 @@ def test_pieces_are_arrays_of_three_bfloat16_for_an_element():
     assert (maps["q_pieces"].box, maps["v_pieces"].box) == ((64, tile.Br), (64, tile.Bc))
 
 
-def test_a_tile_has_place_for_all_pieces_and_keeps_no_queries():
+def test_a_tile_has_space_for_all_components_and_keeps_no_queries():
     tile = HopperTile(128, 48, stages=3, turns=1)
     case = problem(dim=128)
     bfloat16 = dataclasses.replace(case, dtype="bfloat16")

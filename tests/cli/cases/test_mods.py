@@ -129,12 +129,12 @@ def plan_of(inputs: Inputs) -> Any:
 @pytest.mark.parametrize("case", cases())
 def test_a_case_poses_the_problem_that_its_arrays_pose(case: Case) -> None:
     case = dataclasses.replace(case, dtype="float16")
-    posed = plan_of(random_inputs(case, 0, on_gpu=False)).problem
+    planned = plan_of(random_inputs(case, 0, on_gpu=False)).problem
 
-    assert case.problem().score == posed.score
-    assert posed.score is not None
+    assert case.problem().score == planned.score
+    assert planned.score is not None
     if case.kind != "varlen":
-        assert case.problem() == posed
+        assert case.problem() == planned
 
 
 @pytest.mark.parametrize("mods", ALL)
@@ -142,9 +142,9 @@ def test_a_case_of_gradients_poses_the_problem_that_its_arrays_pose(mods: str) -
     case = dataclasses.replace(dense(mods, causal=True), dtype="float16")
     call = random_inputs(case, 0, on_gpu=False).call(on_gpu=False)
     q, k, v = call.args
-    posed = plan(flash_attention_backward, q=q, k=k, v=v, arch="sm_90", **call.keywords).problem
+    planned = plan(flash_attention_backward, q=q, k=k, v=v, arch="sm_90", **call.keywords).problem
 
-    assert dataclasses.replace(case, direction="backward").problem() == posed
+    assert dataclasses.replace(case, direction="backward").problem() == planned
 
 
 @pytest.mark.parametrize("case", cases())

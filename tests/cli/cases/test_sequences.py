@@ -390,14 +390,14 @@ def test_torch_takes_caches_of_one_length_in_no_pages(
     assert reason is None if says is None else says in (reason or "")
 
 
-def test_the_uniform_twin_has_about_the_rows_and_flops_of_the_batch() -> None:
+def test_the_equal_length_case_has_about_the_rows_and_flops_of_the_batch() -> None:
     case = presets.preset("varlen").cases[0]
-    twin = equal_length_case(case)
+    uniform = equal_length_case(case)
 
-    assert twin.seqlen_q == twin.seqlen_k
-    assert twin.seqlen_q % 128 == 0
-    assert twin.flops() == pytest.approx(case.flops(), rel=0.15)
-    assert twin.query_rows == pytest.approx(case.query_rows, rel=0.15)
+    assert uniform.seqlen_q == uniform.seqlen_k
+    assert uniform.seqlen_q % 128 == 0
+    assert uniform.flops() == pytest.approx(case.flops(), rel=0.15)
+    assert uniform.query_rows == pytest.approx(case.query_rows, rel=0.15)
 
 
 class TwoMilliseconds:
@@ -423,15 +423,15 @@ def timed(case: Case, *names: str) -> list[Cell]:
 
 
 @pytest.mark.usefixtures("without_gpu")
-def test_times_of_the_uniform_twin_are_scaled_to_the_flops_of_the_batch() -> None:
+def test_times_of_the_equal_length_case_are_scaled_to_the_flops_of_the_batch() -> None:
     case = varlen()
-    ours, twin = timed(case, "cupy_flash-cpu", "cupy_flash-uniform")
+    ours, uniform = timed(case, "cupy_flash-cpu", "cupy_flash-uniform")
     scale = case.flops() / equal_length_case(case).flops()
-    set_speedups([ours, twin], ["cupy_flash-uniform"])
-    rows = [record_row(cell, None, "a CPU", {}) for cell in (ours, twin)]
+    set_speedups([ours, uniform], ["cupy_flash-uniform"])
+    rows = [record_row(cell, None, "a CPU", {}) for cell in (ours, uniform)]
 
-    assert twin.passed
-    assert twin.time == Spread(*(pytest.approx(2 * scale),) * 3, 3)
+    assert uniform.passed
+    assert uniform.time == Spread(*(pytest.approx(2 * scale),) * 3, 3)
     assert rows[0]["speedup"] == pytest.approx(scale)
     assert rows[0]["speedup"] == pytest.approx(rows[0]["tflops"] / rows[1]["tflops"])
     assert "flash_attention of " in rows[1]["note"]

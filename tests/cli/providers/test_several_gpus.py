@@ -71,13 +71,13 @@ def test_a_capture_that_fails_ends_the_ranks_and_says_so(
 ) -> None:
     """The failure may have interrupted a call, after which the group cannot be used."""
     done: list[Any] = []
-    crew: Any = SimpleNamespace(
+    rank_processes: Any = SimpleNamespace(
         send_order=lambda *order: done.append(order[0]),
         close=lambda: done.append("close"),
         communicator=SimpleNamespace(abort=lambda: done.append("abort")),
     )
     monkeypatch.setattr(several_gpus, "replayed", lambda timed: None)
-    monkeypatch.setattr(several_gpus, "RankProcesses", lambda work, gpus: crew)
+    monkeypatch.setattr(several_gpus, "RankProcesses", lambda work, gpus: rank_processes)
     monkeypatch.setattr(parallel, "Group", lambda communicator, timeout: group)
     monkeypatch.setattr(Inputs, "gpu", Inputs.host)
     inputs = random_inputs(CASE, 0, on_gpu=False)

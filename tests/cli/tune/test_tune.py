@@ -973,7 +973,7 @@ SIZES = "q4096 k4096 rows65536 align16"
         (f"float32 d64 dv64 full {SIZES}", None),
     ],
 )
-def test_the_16_bit_types_are_each_others_twins(one: str, other: str | None) -> None:
+def test_the_other_16_bit_class_differs_in_dtype_alone(one: str, other: str | None) -> None:
     assert other_16bit_class(one) == other
 
 
@@ -982,7 +982,7 @@ def field_of(problem_class: str) -> Sweep:
     return Sweep(Group(problem_class, (case,)), cpu_candidates([case], Limits()))
 
 
-def test_after_its_twin_a_sweep_tries_what_did_well_there_and_the_default() -> None:
+def test_after_the_other_16_bit_class_a_sweep_tries_what_did_well_there_and_the_default() -> None:
     sweep = field_of(f"float16 d64 dv64 full {SIZES}")
     default, second, *_, last = [c.tile for c in sweep.candidates]
     shorten(sweep, {f"bfloat16 d64 dv64 full {SIZES}": [last, second]})

@@ -15,7 +15,7 @@ from sanitize import clustered_calls
 from support.calls.sequence_support import KVCacheCase, VarlenCase, ragged_lengths
 from support.gpu.gpu_sequences import (
     CPU,
-    Place,
+    Target,
     check_sequences,
     cluster_of,
     decode_on_h100,
@@ -50,7 +50,7 @@ from cupy_flash.problem.device import device_for_arch
 
 __all__ = ["use_cubins"]  # fixture
 
-DECODE = Place("decode")
+DECODE = Target("decode")
 FEW = Case("decode", "float16", 1, 1003, batch=3, heads_q=8, heads_kv=2)
 
 needs_decode = pytest.mark.skipif(
@@ -70,7 +70,7 @@ def cubins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         return folder
     selected = selected_calls(request)
     jobs = jobs_of_cases(one["case"] for one in selected if "case" in one)
-    calls = [call for one in selected if one.get("place") == DECODE for call in one["calls"]]
+    calls = [call for one in selected if one.get("target") == DECODE for call in one["calls"]]
     jobs += itertools.chain.from_iterable(call.jobs() for call in calls)
     write_cubins(folder, jobs)
     return folder
@@ -314,12 +314,12 @@ class Call:
             return iter([Job.of(self.case.plan())])
         return jobs_of(self.case, "decode", num_splits=self.num_splits)
 
-    def check(self, place: Place) -> None:
+    def check(self, target: Target) -> None:
         if isinstance(self.case, Case):
-            if place.is_gpu:
+            if target.is_gpu:
                 check(self.case)
         else:
-            check_sequences(place, self.case, num_splits=self.num_splits)
+            check_sequences(target, self.case, num_splits=self.num_splits)
 
 
 def random_call(draw: random.Random) -> Call:
@@ -445,22 +445,22 @@ def test_calls_that_are_sanitized_launch_clusters_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "calls"),
+    ("target", "calls"),
     [
-        pytest.param(place, calls, id=f"{place}-{index}", marks=marks)
+        pytest.param(target, calls, id=f"{target}-{index}", marks=marks)
         # Other tests cover the CPU backend; one chunk checks that these problems are valid.
-        for place, marks, chunks in (
+        for target, marks, chunks in (
             (CPU, (), random_chunks()[:1]),
             (DECODE, (pytest.mark.gpu, needs_decode), [*random_chunks(), *clustered_chunks()]),
         )
         for index, calls in enumerate(chunks)
     ],
 )
-def test_random_problems_are_right(place: Place, calls: list[Call]) -> None:
+def test_random_problems_are_right(target: Target, calls: list[Call]) -> None:
     failures = []
     for call in calls:
         try:
-            call.check(place)
+            call.check(target)
         except AssertionError as error:
             failures.append(f"{call}: {error}")
     assert not failures, "\n".join(failures)

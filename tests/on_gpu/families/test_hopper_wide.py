@@ -11,7 +11,7 @@ import pytest
 from support.calls.modified_calls import KINDS, random_call
 from support.calls.sequence_support import KVCacheCase, VarlenCase, ragged_lengths
 from support.gpu import cupy
-from support.gpu.gpu_sequences import Place, check_sequences
+from support.gpu.gpu_sequences import Target, check_sequences
 from support.gpu.gpu_support import Case, check, check_all, check_captured_call, check_same_bits
 from support.gpu.hopper_support import marks, random_chunks, tiled
 from support.prebuilt import cubins, use_cubins
@@ -133,7 +133,7 @@ def random_sequences(seed: int) -> VarlenCase | KVCacheCase:
 
 @pytest.mark.parametrize("seed", range(16))
 def test_random_sequences_are_right(seed: int) -> None:
-    check_sequences(Place("hopper"), random_sequences(seed))
+    check_sequences(Target("hopper"), random_sequences(seed))
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -64,8 +64,8 @@ def both(function: Callable[..., Any], arrays: Arrays) -> tuple[MaskMod, MaskMod
     return MaskMod(function, **on_gpu), MaskMod(function, **arrays)
 
 
-def bytes_of(map: BlockMask) -> Any:
-    return cupy.ndarray((map.layout.bytes,), np.uint8, memptr=map.memory)
+def bytes_of(block_mask: BlockMask) -> Any:
+    return cupy.ndarray((block_mask.layout.bytes,), np.uint8, memptr=block_mask.memory)
 
 
 def check(mod: MaskMod, on_host: MaskMod, spec: BlockMaskSpec, memory: np.ndarray) -> None:
@@ -96,7 +96,9 @@ def random_spec(rng: np.random.Generator) -> BlockMaskSpec:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_map_says_of_every_block_what_its_pairs_say(rng: np.random.Generator, name: str) -> None:
+def test_a_block_mask_says_of_every_block_what_its_pairs_say(
+    rng: np.random.Generator, name: str
+) -> None:
     mod, on_host = both(*arrays_of(rng)[name])
     for _ in range(8):
         spec = random_spec(rng)
@@ -108,15 +110,15 @@ def test_a_map_says_of_every_block_what_its_pairs_say(rng: np.random.Generator, 
 
 
 @pytest.mark.parametrize("name", ["documents", "few pairs", "window and first keys"])
-def test_the_same_map_comes_out_every_time(rng: np.random.Generator, name: str) -> None:
+def test_the_same_block_mask_comes_out_every_time(rng: np.random.Generator, name: str) -> None:
     mod, _ = both(*arrays_of(rng)[name])
     spec = BlockMaskSpec(128, 64, BATCH, HEADS, KEYS, KEYS, causal=True)
     found = set()
     for _ in range(5):
         memory = bytes_of(map_of(mod, spec, "float16").map).get()
         text = mask_text(mod, "float16")
-        map = read_map(spec, spec.maps(text), memory, Layout.of(spec, text))
-        found.add(map.visited.tobytes() + map.full.tobytes() + map.behind.tobytes())
+        built = read_map(spec, spec.maps(text), memory, Layout.of(spec, text))
+        found.add(b"".join(x.tobytes() for x in (built.nonempty, built.full, built.stored_after)))
         mod.refresh()
     assert len(found) == 1
 
@@ -142,7 +144,7 @@ def keep_busy(array: Any) -> None:
         array += 1
 
 
-def test_a_map_is_built_behind_what_is_written_and_read_behind_what_builds_it(
+def test_a_block_mask_is_built_after_what_is_written_and_read_after_what_builds_it(
     rng: np.random.Generator,
 ) -> None:
     first, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
@@ -170,7 +172,7 @@ def test_a_map_is_built_behind_what_is_written_and_read_behind_what_builds_it(
 
 
 @pytest.mark.parametrize("reads_on_default", [False, True])
-def test_a_forgotten_map_stays_as_long_as_a_stream_reads_it(
+def test_a_forgotten_block_mask_stays_as_long_as_a_stream_reads_it(
     reads_on_default: bool, rng: np.random.Generator
 ) -> None:
     reader, builder = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream.null
@@ -206,7 +208,7 @@ def test_a_forgotten_map_stays_as_long_as_a_stream_reads_it(
     check(next_mod, MaskMod(same, doc=others), spec, bytes_of(after[-1].map).get())
 
 
-def test_a_graph_builds_its_map_from_what_the_arrays_hold_at_each_launch(
+def test_a_graph_builds_its_block_mask_from_what_the_arrays_hold_at_each_launch(
     rng: np.random.Generator,
 ) -> None:
     def causal(i: Any, j: Any, doc: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.mods.block_mask_cuda import check_map, compiled_masks, launched, map_of
+from support.mods.block_mask_cuda import check_map, compiled_masks, launched, map_of, random_spec
 
 from cupy_flash.calls.gpu import block_masks as calls_block_masks
 from cupy_flash.calls.gpu.block_masks import mask_text, packed_captures, ready_block_mask
@@ -34,6 +34,8 @@ from cupy_flash.problem.problem import MAX_SEQLEN
 SEED = np.random.default_rng(5)
 KERNELS = ("find_ranges", "build_block_map", "order_tiles")
 BATCH, HEADS = 2, 3
+# Rows of a part, keys of a block, and bounds of offsets and windows, see `random_spec`.
+SMALL = (8, 16, 24, 64, 64, 100), (8, 16, 80, 128, 160, 272), 100, 150
 DOCUMENTS = np.sort(SEED.integers(0, 6, (BATCH, 260)).astype(np.int32))
 
 # Masks that are decided by bounds alone, by captured values of rows or keys, or pair by pair.
@@ -57,29 +59,6 @@ MASKS = {
 }
 
 
-def random_spec(rng: np.random.Generator) -> BlockMaskSpec:
-    """Return a spec of few blocks, some of them ragged, with random offset and window."""
-
-    def maybe(bound: int) -> int | None:
-        return None if rng.integers(2) else int(rng.integers(0, bound))
-
-    seqlen_q, seqlen_k = (int(n) for n in rng.integers(1, 260, 2))
-    parts = int(rng.choice([1, 2, 3]))
-    return BlockMaskSpec(
-        Br=parts * int(rng.choice([8, 16, 24, 64, 64, 100])),
-        Bc=int(rng.choice([8, 16, 80, 128, 160, 272])),
-        batch=BATCH,
-        heads_q=HEADS,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        q_offset=int(rng.choice([0, seqlen_k - seqlen_q, rng.integers(-50, 100)])),
-        causal=bool(rng.integers(2)),
-        left=maybe(150),
-        right=maybe(150),
-        parts=parts,
-    )
-
-
 # ---- Block masks that the kernels build
 
 
@@ -93,7 +72,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_block_mask_says_of_every_block_what_its_pairs_say(name, hosts, rng) -> None:
     text = mask_text(MASKS[name], "float32")
     for _ in range(4):
-        spec = random_spec(rng)
+        spec = random_spec(rng, (BATCH, HEADS, 260), *SMALL)
         # pytest shows this line if the block mask is wrong.
         print(spec)
         check_map(hosts[name].build(spec), MASKS[name], spec, spec.maps(text))
@@ -104,7 +83,9 @@ def test_a_block_mask_says_of_every_block_what_its_pairs_say(name, hosts, rng) -
 @pytest.mark.parametrize("name", MASKS)
 def test_positions_may_be_as_far_apart_as_problems_have_them(name, q_offset, hosts, rng) -> None:
     for left, right in ((None, None), (2**30, None), (None, 2**30)):
-        spec = random_spec(rng)._replace(q_offset=q_offset, left=left, right=right)
+        spec = random_spec(rng, (BATCH, HEADS, 260), *SMALL)._replace(
+            q_offset=q_offset, left=left, right=right
+        )
         print(spec)
         maps = spec.maps(mask_text(MASKS[name], "float32"))
         check_map(hosts[name].build(spec), MASKS[name], spec, maps)

@@ -14,13 +14,7 @@ from click.testing import Result
 from support.cli import commands
 from support.gpu import fake_cupy
 
-from cupy_flash import (
-    flash_attention,
-    flash_attention_backward,
-    flash_attention_varlen,
-    flash_attention_with_kvcache,
-    plan,
-)
+import cupy_flash
 from cupy_flash.cli.bench.bench import _choose_providers
 from cupy_flash.cli.cases import inputs as inputs_module
 from cupy_flash.cli.cases.built_in import BUILT_IN
@@ -119,11 +113,11 @@ def plan_of(inputs: Inputs) -> Any:
     call = inputs.call(on_gpu=False)
     q, k, v = call.args
     case, options = inputs.case, dict(call.keywords)
-    functions = {"dense": flash_attention, "varlen": flash_attention_varlen}
-    functions["cache"] = flash_attention_with_kvcache
+    functions = {"dense": cupy_flash.flash_attention, "varlen": cupy_flash.flash_attention_varlen}
+    functions["cache"] = cupy_flash.flash_attention_with_kvcache
     if case.kind == "cache":
         options["num_splits"] = case.asked_splits
-    return plan(functions[case.kind], q, k, v, arch="sm_90", **options)
+    return cupy_flash.plan(functions[case.kind], q, k, v, arch="sm_90", **options)
 
 
 @pytest.mark.parametrize("case", cases())
@@ -142,7 +136,9 @@ def test_a_case_of_gradients_poses_the_problem_that_its_arrays_pose(mods: str) -
     case = dataclasses.replace(dense(mods, causal=True), dtype="float16")
     call = random_inputs(case, 0, on_gpu=False).call(on_gpu=False)
     q, k, v = call.args
-    planned = plan(flash_attention_backward, q=q, k=k, v=v, arch="sm_90", **call.keywords).problem
+    planned = cupy_flash.plan(
+        cupy_flash.flash_attention_backward, q=q, k=k, v=v, arch="sm_90", **call.keywords
+    ).problem
 
     assert dataclasses.replace(case, direction="backward").problem() == planned
 

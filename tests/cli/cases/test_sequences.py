@@ -22,16 +22,9 @@ from cupy_flash.calls.check.problems import problem_of
 from cupy_flash.calls.options import Options
 from cupy_flash.cli.bench import bench as bench_module
 from cupy_flash.cli.bench.table import print_cells, record_row
-from cupy_flash.cli.cases import presets
+from cupy_flash.cli.cases import presets, sequences
 from cupy_flash.cli.cases.cases import Case, describe
 from cupy_flash.cli.cases.inputs import Inputs, can_share_pages, random_inputs
-from cupy_flash.cli.cases.sequences import (
-    arrays_of,
-    equal_length_case,
-    long_tail,
-    repeatable,
-    rows_of,
-)
 from cupy_flash.cli.measure.check import Check, choose_blocks
 from cupy_flash.cli.measure.runner import Cell, Runner, Settings, set_speedups, too_large
 from cupy_flash.cli.measure.timing import Spread, Timed
@@ -174,21 +167,23 @@ def test_labels_name_pages_steps_and_the_range_of_lengths() -> None:
 
 
 def test_a_long_tailed_draw_spans_the_range_and_is_the_same_again() -> None:
-    lengths = long_tail(64, 16384, seed=3)
+    lengths = sequences.long_tail(64, 16384, seed=3)
 
     assert (min(lengths), max(lengths)) == (16, 16384)
     # The logarithms are spread evenly, so the median is near the geometric mean of 16 and 16384.
     assert np.median(lengths) < 1024
-    assert lengths == long_tail(64, 16384, seed=3) != long_tail(64, 16384, seed=4)
+    assert (
+        lengths == sequences.long_tail(64, 16384, seed=3) != sequences.long_tail(64, 16384, seed=4)
+    )
 
 
 @pytest.mark.parametrize("longest", [1, 7, 16])
 def test_a_short_range_has_no_tail(longest: int) -> None:
-    assert set(long_tail(5, longest, seed=0)) == {longest}
+    assert set(sequences.long_tail(5, longest, seed=0)) == {longest}
 
 
 def test_shuffled_pages_are_each_of_one_sequence() -> None:
-    table = arrays_of(cache(page_size=16), 0)["block_table"]
+    table = sequences.arrays_of(cache(page_size=16), 0)["block_table"]
 
     assert table.shape == (2, 13)
     assert sorted(table.reshape(-1)) == list(range(26))
@@ -263,7 +258,7 @@ def test_a_row_that_is_off_fails_the_check(case: Case) -> None:
     inputs = random_inputs(case, 5, on_gpu=False)
     check = Check(inputs, 5, on_gpu=False)
     out = inputs.call(on_gpu=False, backend="cpu")()
-    rows_of(case, out, inputs.more, case.batch - 1, 1)[:, -1] += 0.1
+    sequences.rows_of(case, out, inputs.more, case.batch - 1, 1)[:, -1] += 0.1
 
     assert check.error(out) > check.coverage.bound
 
@@ -392,7 +387,7 @@ def test_torch_takes_caches_of_one_length_in_no_pages(
 
 def test_the_equal_length_case_has_about_the_rows_and_flops_of_the_batch() -> None:
     case = presets.preset("varlen").cases[0]
-    uniform = equal_length_case(case)
+    uniform = sequences.equal_length_case(case)
 
     assert uniform.seqlen_q == uniform.seqlen_k
     assert uniform.seqlen_q % 128 == 0
@@ -426,7 +421,7 @@ def timed(case: Case, *names: str) -> list[Cell]:
 def test_times_of_the_equal_length_case_are_scaled_to_the_flops_of_the_batch() -> None:
     case = varlen()
     ours, uniform = timed(case, "cupy_flash-cpu", "cupy_flash-uniform")
-    scale = case.flops() / equal_length_case(case).flops()
+    scale = case.flops() / sequences.equal_length_case(case).flops()
     set_speedups([ours, uniform], ["cupy_flash-uniform"])
     rows = [record_row(cell, None, "a CPU", {}) for cell in (ours, uniform)]
 
@@ -551,8 +546,8 @@ def test_long_tailed_lengths_are_printed_so_that_they_can_be_had_again(tmp_path:
     (again,) = re.findall(r"--lengths ([\d,]+)", drawn)
     (row,) = record(tmp_path, "--lengths", again, *shape)["rows"]
 
-    assert repeatable(long_tail(5, 113, 0)) == again
-    assert row["lengths"] == list(long_tail(5, 113, 0))
+    assert sequences.repeatable(sequences.long_tail(5, 113, 0)) == again
+    assert row["lengths"] == list(sequences.long_tail(5, 113, 0))
     assert (row["kind"], row["batch"], row["seqlen_q"]) == ("varlen", 5, 113)
 
 

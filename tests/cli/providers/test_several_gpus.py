@@ -21,12 +21,6 @@ from cupy_flash.cli.providers.several_gpus import SeveralGpus, ShardedCall
 CASE = Case("float32", 2, 60, 60, 4, 2, 16, 16, causal=True)
 
 
-@pytest.fixture(scope="module")
-def group() -> parallel.Group:
-    mpi = pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
-    return parallel.Group(mpi.COMM_SELF)
-
-
 @pytest.mark.parametrize(
     "case",
     [

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sanitize import clustered_calls
+from support import hard_values
 from support.calls.sequence_support import KVCacheCase, VarlenCase, ragged_lengths
 from support.gpu.gpu_sequences import (
     CPU,
@@ -31,13 +32,6 @@ from support.gpu.gpu_support import (
     of_cases,
     random_values,
     run,
-)
-from support.hard_values import (
-    check_masked_keys,
-    with_growing_keys,
-    with_keys_at_minus_infinity,
-    with_one_key_far_above,
-    with_scores_far_below_zero,
 )
 from support.prebuilt import jobs_of_cases, selected_calls, use_cubins, write_cubins
 
@@ -214,20 +208,20 @@ def test_keys_that_grow_along_the_sequence_either_way_are_right(
     case: Case, ends: tuple[float, float]
 ) -> None:
     # Thread blocks and warps then hold partial results with very different maxima, in any order.
-    check(case, with_growing_keys(case, ends))
+    check(case, hard_values.with_growing_keys(case, ends))
 
 
 @on_gpu
 @of_cases(LONG)
 @pytest.mark.parametrize("key", [0, 16, 130, 1500, 2770])
 def test_one_key_far_above_the_others_anywhere_is_right(case: Case, key: int) -> None:
-    check(case, with_one_key_far_above(case, key))
+    check(case, hard_values.with_one_key_far_above(case, key))
 
 
 @on_gpu
 @of_cases(LONG)
 def test_scores_far_below_zero_are_right(case: Case) -> None:
-    check(case, with_scores_far_below_zero(case))
+    check(case, hard_values.with_scores_far_below_zero(case))
 
 
 @on_gpu
@@ -236,7 +230,7 @@ def test_scores_far_below_zero_are_right(case: Case) -> None:
     "hidden", [slice(400, None), slice(0, 2300), slice(100, 2650), slice(None)]
 )
 def test_keys_of_score_minus_infinity_count_for_nothing(case: Case, hidden: slice) -> None:
-    check(case, with_keys_at_minus_infinity(case, hidden))
+    check(case, hard_values.with_keys_at_minus_infinity(case, hidden))
 
 
 @on_gpu
@@ -256,7 +250,7 @@ def test_nan_and_infinity_propagate_as_in_the_reference(case: Case, what: str) -
 @of_cases([dataclasses.replace(case, q_offset=1500) for case in LONG])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_masked_keys_never_reach_the_output(case: Case, poison: float) -> None:
-    check_masked_keys(case, 1503, poison)
+    hard_values.check_masked_keys(case, 1503, poison)
 
 
 @on_gpu

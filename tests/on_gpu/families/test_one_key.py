@@ -13,13 +13,7 @@ from support.gpu.gpu_sequences import Target, cubins, everywhere
 from support.gpu.gpu_support import DTYPES
 from support.prebuilt import use_cubins
 
-from cupy_flash import (
-    MaskMod,
-    ScoreMod,
-    attention_reference,
-    flash_attention,
-    flash_attention_varlen,
-)
+import cupy_flash
 
 __all__ = ["cubins", "use_cubins"]  # fixtures
 
@@ -39,14 +33,14 @@ def hidden(rows: int, keys: int) -> np.ndarray:
 
 
 def by_mask_mod(rows: int, keys: int, rng: np.random.Generator) -> dict[str, Any]:
-    return {"mask_mod": MaskMod(lambda i, j, n: (i * 77 + 5) % n == j, n=keys)}
+    return {"mask_mod": cupy_flash.MaskMod(lambda i, j, n: (i * 77 + 5) % n == j, n=keys)}
 
 
 def by_score_mod(rows: int, keys: int, rng: np.random.Generator) -> dict[str, Any]:
     def only(score: Any, i: Any, j: Any, n: Any) -> Any:
         return np.where((i * 77 + 5) % n == j, 1.7 * score, -np.inf)
 
-    return {"score_mod": ScoreMod(only, n=keys)}
+    return {"score_mod": cupy_flash.ScoreMod(only, n=keys)}
 
 
 def by_mask(rows: int, keys: int, rng: np.random.Generator) -> dict[str, Any]:
@@ -108,7 +102,7 @@ def check(
     """Fail unless the given rows of the output are exactly the values of these keys."""
     options = on(target, options, arrays[0].dtype)
     given = map(target.xp.asarray, arrays)
-    out, lse = target.call(flash_attention, *given, return_lse=True, **options)
+    out, lse = target.call(cupy_flash.flash_attention, *given, return_lse=True, **options)
     np.testing.assert_array_equal(
         to_numpy(out)[:, rows].astype(np.float64),
         values_of(arrays[2], keys)[:, rows].astype(np.float64),
@@ -177,8 +171,8 @@ def test_a_sink_takes_its_share_of_a_row_with_one_key(
         options = CHANGES[change] | {"sinks": sinks.astype(np.float32), "window_size": window}
         options = on(target, options | {"causal": True}, arrays[0].dtype)
         given = [*map(target.xp.asarray, arrays)]
-        out = target.call(flash_attention, *given, **options)
-        expected = attention_reference(*given, **options)
+        out = target.call(cupy_flash.flash_attention, *given, **options)
+        expected = cupy_flash.attention_reference(*given, **options)
         lone = slice(None) if window == (0, 0) else slice(1)
         np.testing.assert_allclose(
             to_numpy(out)[:, lone].astype(np.float64),
@@ -200,6 +194,6 @@ def test_packed_rows_with_a_window_of_one_key(
     given = map(target.xp.asarray, (q, k, v, ends, ends))
     options = {"causal": True, "window_size": (0, 0), "num_splits": num_splits}
     options |= on(target, CHANGES[change], q.dtype)
-    out = target.call(flash_attention_varlen, *given, 329, 329, **options)
+    out = target.call(cupy_flash.flash_attention_varlen, *given, 329, 329, **options)
     expected = values_of(v[None], np.arange(400))[0]
     np.testing.assert_array_equal(to_numpy(out).astype(np.float64), expected.astype(np.float64))

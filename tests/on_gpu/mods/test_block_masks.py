@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.gpu import cupy
-from support.mods.block_mask_cuda import check_map, launched, map_of, read_map
+from support.mods.block_mask_cuda import check_map, launched, map_of, random_spec, read_map
 
 from cupy_flash.calls.gpu.block_masks import mask_text
 from cupy_flash.gpu.block_masks import BlockMask, BlockMaskSpec, Layout
@@ -74,34 +74,13 @@ def check(mod: MaskMod, on_host: MaskMod, spec: BlockMaskSpec, memory: np.ndarra
     check_map(read_map(spec, maps, memory, Layout.of(spec, text)), on_host, spec, maps)
 
 
-def random_spec(rng: np.random.Generator) -> BlockMaskSpec:
-    def maybe(bound: int) -> int | None:
-        return None if rng.integers(2) else int(rng.integers(0, bound))
-
-    seqlen_q, seqlen_k = (int(n) for n in rng.integers(1, KEYS, 2))
-    parts = int(rng.choice([1, 2, 3]))
-    return BlockMaskSpec(
-        Br=parts * int(rng.choice([16, 64])),
-        Bc=int(rng.choice([16, 64, 80, 128, 176])),
-        batch=BATCH,
-        heads_q=HEADS,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        q_offset=int(rng.choice([0, seqlen_k - seqlen_q, rng.integers(-50, 500)])),
-        causal=bool(rng.integers(2)),
-        left=maybe(500),
-        right=maybe(500),
-        parts=parts,
-    )
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_block_mask_says_of_every_block_what_its_pairs_say(
     rng: np.random.Generator, name: str
 ) -> None:
     mod, on_host = both(*arrays_of(rng)[name])
     for _ in range(8):
-        spec = random_spec(rng)
+        spec = random_spec(rng, (BATCH, HEADS, KEYS), (16, 64), (16, 64, 80, 128, 176), 500, 500)
         # pytest shows this output if the block masks differ.
         print(spec)
         ready = map_of(mod, spec, "float16")

@@ -197,6 +197,28 @@ def pointer(array: np.ndarray) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
 
 
+def random_spec(
+    rng: np.random.Generator,
+    sizes: tuple[int, int, int],
+    rows: Sequence[int],
+    keys: Sequence[int],
+    most_offset: int,
+    most_window: int,
+) -> BlockMaskSpec:
+    """Return a spec of few blocks; `sizes` are batch, heads and the bound of sequence lengths."""
+
+    def maybe(bound: int) -> int | None:
+        return None if rng.integers(2) else int(rng.integers(0, bound))
+
+    batch, heads, longest = sizes
+    seqlen_q, seqlen_k = (int(n) for n in rng.integers(1, longest, 2))
+    parts = int(rng.choice([1, 2, 3]))
+    Br, Bc = parts * int(rng.choice(rows)), int(rng.choice(keys))
+    offset = int(rng.choice([0, seqlen_k - seqlen_q, rng.integers(-50, most_offset)]))
+    band = offset, bool(rng.integers(2)), maybe(most_window), maybe(most_window)
+    return BlockMaskSpec(Br, Bc, batch, heads, seqlen_q, seqlen_k, *band, parts)
+
+
 def map_of(mod: MaskMod, spec: BlockMaskSpec, dtype: str) -> ReadyBlockMask:
     """Return the block mask of a mask on the current device and stream, as calls do."""
     cuda = block_masks.cupy_module().cuda

@@ -94,15 +94,7 @@ def random_case(draw: random.Random) -> Case:
         softmax_scale = draw.uniform(-1, -0.01)
     return Case(
         "hopper",
-        dtype,
-        seqlen_q,
-        seqlen_k,
-        batch=batch,
-        heads_q=heads_kv * group,
-        heads_kv=heads_kv,
-        head_dim=dims[0],
-        head_dim_v=dims[1],
-        causal=causal,
+        *(dtype, seqlen_q, seqlen_k, batch, heads_kv * group, heads_kv, *dims, causal),
         q_offset=draw.randint(-seqlen_q - 9, seqlen_k + 9) if causal and kind < 0.7 else None,
         softmax_scale=softmax_scale,
         layout=draw.choice(("bshd", "bhsd")),

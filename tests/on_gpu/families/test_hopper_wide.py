@@ -24,18 +24,7 @@ pytestmark = marks(head_dim=512)
 # has one dtype, and only the first has few rows or split keys, to limit the number of kernels.
 DIMS = {(512, 512): "bfloat16", (576, 512): "float16", (264, 264): "float16", (8, 424): "bfloat16"}
 # There are more query tiles than pairs of SMs, so each pair of thread blocks processes several.
-MANY = Case(
-    "hopper",
-    "bfloat16",
-    133,
-    250,
-    batch=3,
-    heads_q=24,
-    heads_kv=12,
-    head_dim=512,
-    head_dim_v=512,
-    causal=True,
-)
+MANY = Case("hopper", "bfloat16", 133, 250, 3, 24, 12, 512, 512, causal=True)
 PROBLEMS, CHUNK = 200, 20
 
 
@@ -57,15 +46,7 @@ def random_case(draw: random.Random) -> Case:
     causal = draw.random() < 0.5
     return Case(
         "hopper",
-        DIMS[dims],
-        seqlen_q,
-        seqlen_k,
-        batch=batch,
-        heads_q=heads_kv * group,
-        heads_kv=heads_kv,
-        head_dim=dims[0],
-        head_dim_v=dims[1],
-        causal=causal,
+        *(DIMS[dims], seqlen_q, seqlen_k, batch, heads_kv * group, heads_kv, *dims, causal),
         q_offset=draw.randint(-seqlen_q - 9, seqlen_k + 9) if causal and kind > 0.5 else None,
         softmax_scale=draw.choice((None, None, 0.0, draw.uniform(0.01, 0.2))),
         layout=draw.choice(("bshd", "bhsd")),

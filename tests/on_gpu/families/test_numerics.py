@@ -87,18 +87,7 @@ test_any_head_dims_are_right = checks_of_supported(
 )
 
 test_rows_of_any_alignment_and_both_layouts_are_read_and_written_in_place = checks_of_supported(
-    Case(
-        family,
-        dtype,
-        97,
-        150,
-        heads_q=3,
-        heads_kv=3,
-        head_dim=40,
-        head_dim_v=33,
-        layout=layout,
-        alignment=alignment,
-    )
+    Case(family, dtype, 97, 150, 2, 3, 3, 40, 33, layout=layout, alignment=alignment)
     for family in FORWARD
     for dtype in ("bfloat16", "float32", "float64")
     for alignment in (16, 8, 4, 2)

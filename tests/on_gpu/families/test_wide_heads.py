@@ -150,18 +150,8 @@ def test_random_problems_are_right(test: int) -> None:
 @pytest.mark.parametrize("alignment", [2, 4, 8])
 def test_wide_rows_of_any_alignment_are_right(alignment: int) -> None:
     for family, layout in itertools.product(("mma", "simt"), ("bshd", "bhsd")):
-        check(
-            Case(
-                family,
-                "bfloat16",
-                100,
-                170,
-                head_dim=320,
-                head_dim_v=515,
-                layout=layout,
-                alignment=alignment,
-            )
-        )
+        dims = {"head_dim": 320, "head_dim_v": 515}
+        check(Case(family, "bfloat16", 100, 170, layout=layout, alignment=alignment, **dims))
 
 
 @pytest.mark.parametrize("test", range(4))

@@ -310,14 +310,7 @@ def test_rows_of_any_alignment_are_read_and_written_in_place(
 @everywhere
 @of_cases(
     KVCacheCase(
-        (4999, 1203, 0, 77),
-        dtype=dtype,
-        page_size=page_size,
-        causal=True,
-        seqlen_q=seqlen_q,
-        seqlen_new=new,
-        heads_q=8,
-        heads_kv=2,
+        *((4999, 1203, 0, 77), dtype, seqlen_q, new, 8, 2), causal=True, page_size=page_size
     )
     for dtype, page_size, seqlen_q, new in (
         ("float16", 0, 1, 1),
@@ -501,17 +494,8 @@ def test_batch_invariant_bits_do_not_depend_on_chunks_and_steps(
     target: Target, dtype: str, page_size: int, rotary_dim: int, cuts: tuple[int, ...]
 ) -> None:
     length = 300
-    case = KVCacheCase(
-        (0,),
-        dtype=dtype,
-        seqlen_q=length,
-        seqlen_new=length,
-        page_size=page_size,
-        rotary_dim=rotary_dim,
-        causal=True,
-        heads_q=8,
-        heads_kv=2,
-    )
+    sizes = {"page_size": page_size, "rotary_dim": rotary_dim}
+    case = KVCacheCase((0,), dtype, length, length, 8, 2, causal=True, **sizes)
     arguments = problem_of(case).arguments()
     whole = run_kvcache(target, arguments, batch_invariant=True)
     problem_of(case).check(*whole[:2])
@@ -560,16 +544,8 @@ def test_what_lies_beyond_the_lengths_leaves_no_trace(
 @on_every_family
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_one_sequence_leaves_no_trace_in_another(target: Target, page_size: int) -> None:
-    case = KVCacheCase(
-        (300, 120, 700),
-        dtype="bfloat16",
-        seqlen_q=3,
-        seqlen_new=3,
-        causal=True,
-        page_size=page_size,
-        heads_q=8,
-        heads_kv=2,
-    )
+    lengths = 300, 120, 700
+    case = KVCacheCase(lengths, "bfloat16", 3, 3, 8, 2, causal=True, page_size=page_size)
     arguments = problem_of(case).arguments()
     clean = run_kvcache(target, arguments)
     arguments["q"][1] = np.nan

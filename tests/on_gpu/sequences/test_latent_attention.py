@@ -99,13 +99,7 @@ def test_wide_heads_with_values_of_their_own_are_right(
 ) -> None:
     for seed, lengths in enumerate([(300, 0, 41), (1, 700, 65)]):
         case = KVCacheCase(
-            lengths,
-            ("bfloat16", "float16")[seed],
-            heads_q=6,
-            heads_kv=2,
-            head_dim=dims[0],
-            head_dim_v=dims[1],
-            seqlen_new=1,
+            *(lengths, ("bfloat16", "float16")[seed], 1, 1, 6, 2, *dims),
             page_size=page_size,
             seed=seed,
         )

@@ -332,16 +332,8 @@ def test_batch_invariant_bits_do_not_depend_on_how_a_prefill_is_cut(
 ) -> None:
     # A prefill is one sequence, or a batch of chunks. The keys of a chunk end with its last row.
     length = 333
-    case = VarlenCase(
-        (length,),
-        (length,),
-        dtype=dtype,
-        page_size=page_size,
-        causal=True,
-        heads_q=8,
-        heads_kv=2,
-        rows_of_none=0,
-    )
+    lengths, sizes = (length,), {"page_size": page_size, "rows_of_none": 0}
+    case = VarlenCase(lengths, lengths, dtype, 8, 2, causal=True, **sizes)
     arguments = problem_of(case).arguments()
     whole = run_varlen(target, arguments, batch_invariant=True)
     ends = np.array([0, 100, 101, 102, 230, 247, 333], np.int32)

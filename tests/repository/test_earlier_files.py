@@ -55,7 +55,6 @@ def test_records_with_earlier_names_give_cases(tmp_path: Path) -> None:
     assert record.rows == rows
     cache, varlen, dense = map(records.case_of, record.rows)
     assert [case.kind for case in (cache, varlen, dense)] == ["cache", "varlen", "dense"]
-    assert (cache.asked_splits, cache.lengths, cache.heads_kv) == (4, None, 8)
-    assert (varlen.asked_splits, varlen.lengths) == (0, (1323, 104, 21))
-    assert (dense.seqlen_k, dense.page_size, dense.softmax_scale) == (1024, 0, None)
+    assert (cache.asked_splits, varlen.asked_splits, varlen.lengths) == (4, 0, (1323, 104, 21))
+    assert (cache.heads_kv, dense.seqlen_k, dense.softmax_scale) == (8, 1024, None)
     assert records.kernels(record) == {("decode", "forward", "23e15ad1736ee3f4")}

@@ -31,7 +31,7 @@ from ..cases.visible import count_pairs
 from ..errors import library_errors_as_usage
 from ..providers.providers import FAMILY_NAMES
 from ..records import environment, report
-from . import backward as of_gradients
+from . import backward as backward_model
 from . import traffic
 from .profiler import Call, Kernel, ProfilerError, profile_call
 
@@ -121,7 +121,7 @@ def _pairs(plan: Plan, mods: CaseMods) -> float:
 def flops_of(plan: Plan, mods: CaseMods) -> float:
     """Return the FLOPs as `Case.flops` counts them."""
     p = plan.problem
-    of_dim, of_dim_v = of_gradients.USEFUL if p.direction == "backward" else (1, 1)
+    of_dim, of_dim_v = backward_model.USEFUL if p.direction == "backward" else (1, 1)
     return 2.0 * _pairs(plan, mods) * (of_dim * p.head_dim + of_dim_v * p.head_dim_v)
 
 
@@ -129,12 +129,12 @@ def model_of(plan: Plan, mods: CaseMods = PLAIN) -> Model:
     """Return the model of a plan's problem; `mods` are its modifications."""
     p, tile, scores = plan.problem, plan.tile, _pairs(plan, mods)
     if p.direction == "backward":
-        kernels = of_gradients.kernels_of(plan)
+        kernels = backward_model.kernels_of(plan)
         return Model(
-            hbm=of_gradients.fused(p, kernels, mods),
-            l2_bytes=of_gradients.fused_without_cache(p, kernels, mods).read,
-            product_flops=of_gradients.product_flops(p, kernels, scores),
-            other_flops=of_gradients.other_flops(p, kernels, scores),
+            hbm=backward_model.fused(p, kernels, mods),
+            l2_bytes=backward_model.fused_without_cache(p, kernels, mods).read,
+            product_flops=backward_model.product_flops(p, kernels, scores),
+            other_flops=backward_model.other_flops(p, kernels, scores),
             exponentials=len(kernels) * scores,
         )
     flops = flops_of(plan, mods)

@@ -174,9 +174,9 @@ class SimtFamily(Family[SimtTile]):
         # This mirrors `Layout` of forward/simt/layout.cuh, which asserts that both are equal.
         size = _accumulator_size(problem)
         width = 16 // size
-        piece = max(width, problem.alignment // problem.itemsize)
-        qk_stride = (round_up(problem.head_dim, piece) // width | 1) * width
-        v_stride = round_up(round_up(problem.head_dim_v, width * tile.row_threads), piece)
+        chunk = max(width, problem.alignment // problem.itemsize)
+        qk_stride = (round_up(problem.head_dim, chunk) // width | 1) * width
+        v_stride = round_up(round_up(problem.head_dim_v, width * tile.row_threads), chunk)
         banks = 128 // size
         span = min(tile.row_threads, banks // 2)
         p_stride = tile.Bc + (span - tile.Bc) % banks

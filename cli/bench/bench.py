@@ -157,7 +157,11 @@ def _provider_names(
 @click.option("--warps", type=click.IntRange(1), help="Force the tile's warps.")
 @click.option("--stages", type=click.IntRange(1), help="Force the tile's stages.")
 @click.option(
-    "--tile", "more", multiple=True, metavar="NAME=N", help="Force another field of the tile."
+    "--tile",
+    "more",
+    multiple=True,
+    metavar="NAME=N",
+    help="Force another field of the tile, for example threads=128.",
 )
 @click.option(
     "--preset",
@@ -392,7 +396,7 @@ def _read_input(path: Path | None, preset: str | None) -> InputFile | None:
     if path is None:
         return None
     if preset:
-        raise click.UsageError("--input does not go with --preset: both define the cases")
+        raise click.UsageError("--input cannot be combined with --preset: both define the cases")
     return InputFile.read(path)
 
 

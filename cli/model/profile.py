@@ -17,7 +17,7 @@ from cupy_flash.problem.device import Device, Resources
 from cupy_flash.problem.tile import freeze_tile
 
 from ..cases.cases import describe
-from ..cases.mod_options import dense_cases, mod_options
+from ..cases.mod_options import dense_cases, single_mod_options
 from ..cases.mods import PLAIN, CaseMods
 from ..cases.options import (
     backward_option,
@@ -339,13 +339,17 @@ _COLUMNS = (
 
 
 @click.command()
-@shape_options(_DEFAULTS)
-@mod_options
+@shape_options(_DEFAULTS, single=True)
+@single_mod_options
 @backward_option
 @count_option("--seed", 0, "Seed of random inputs.")
 @click.option("--family", type=click.Choice(FAMILY_NAMES), help="Kernel family to profile.")
 @click.option(
-    "--tile", "fields", multiple=True, metavar="NAME=N", help="Force a field of the tile."
+    "--tile",
+    "fields",
+    multiple=True,
+    metavar="NAME=N",
+    help="Force a field of the tile, for example Br=128.",
 )
 @output_option
 def profile(
@@ -358,7 +362,8 @@ def profile(
 ) -> None:
     """Count one call's memory traffic and operations with Nsight Compute; compare with a model.
 
-    Takes one shape. The exit code is 1 if nothing can be measured: no GPU, no ncu or no permission.
+    Takes one shape, so each option takes one value. The exit code is 1 if nothing can be measured:
+    no GPU, no ncu or no permission.
     """
     cases = dense_cases(options, _DEFAULTS, backward=backward)
     if len(cases) > 1:

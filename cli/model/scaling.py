@@ -34,20 +34,18 @@ scaling_options = with_options(
     click.option(
         "--link",
         type=_RATE,
-        show_default=f"{_LINK:g}",
-        help="Bandwidth from a GPU to others of its host, in GB/s per direction.",
+        help="Bandwidth from a GPU to others of its host, in GB/s per direction; "
+        f"default: {_LINK:g}.",
     ),
     click.option(
         "--network",
         type=_RATE,
-        show_default=f"{_NETWORK:g}",
-        help="Bandwidth from a GPU to other hosts, in GB/s per direction.",
+        help=f"Bandwidth from a GPU to other hosts, in GB/s per direction; default: {_NETWORK:g}.",
     ),
     click.option(
         "--host-gpus",
         type=click.IntRange(1),
-        show_default=str(_HOST_GPUS),
-        help="Number of GPUs per host.",
+        help=f"Number of GPUs per host; default: {_HOST_GPUS}.",
     ),
     click.option(
         "--rate",

@@ -97,7 +97,7 @@ class SimtFamily(Family[SimtTile]):
         if min(tile.threads, tile.rows_per_thread, tile.unroll) < 1:
             return "threads, rows_per_thread and unroll must be positive"
         if tile.share_kv not in (0, 1):
-            return f"share_kv is {tile.share_kv}; expected 0 or 1"
+            return f"share_kv (one buffer for K and V) is {tile.share_kv}; expected 0 or 1"
         if tile.unroll > _MAX_UNROLL:
             return f"unroll is {tile.unroll}; expected at most {_MAX_UNROLL}"
         if tile.threads % 32 or tile.threads > 1024:

@@ -210,9 +210,10 @@ def combine(partials: Partials) -> tuple[Any, ...]:
         if results is not None:
             return results
     convert = None
-    require_arrays(partials, ("out_partial", "lse_partial"))
     if isinstance(partials.out_partial, (list, tuple)):
         partials, convert = stacked(partials)
+    else:
+        require_arrays(partials, ("out_partial", "lse_partial"))
     return _compute(_COMBINE, partials, None, convert=convert)
 
 

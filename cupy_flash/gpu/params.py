@@ -62,7 +62,10 @@ class PackedStruct:
             index, parts = layout.fields[field]
             has_no_address = isinstance(value, tuple) and len(value) < parts
             values[index] = (0, *value) if has_no_address else value
-        data = np.array(tuple(values), dtype).tobytes()
+        # The padding between fields stays zero, so that equal structs have equal bytes.
+        record = np.zeros((), dtype)
+        record[()] = tuple(values)
+        data = record.tobytes()
         self._pack_into, self._pick = layout.pack_into, layout.pick
         self._between = tuple([data[start:end] for start, end in layout.between])
 

@@ -12,7 +12,7 @@ from cupy_flash.arrays.torch_arrays import version_of
 from cupy_flash.calls.gpu import torch_autograd
 from cupy_flash.differentiable import DifferentiableCall
 
-# `Function.apply` takes 2.5 us longer, for functorch transforms. FlashAttention does not support these,
+# `Function.apply` takes 2.5 us longer, for functorch transforms. Attention does not support these,
 # because their tensors have no readable memory.
 _Function: Any = getattr(torch.autograd.function, "_SingleLevelFunction", torch.autograd.Function)
 
@@ -38,7 +38,7 @@ class FlashAttention(_Function):  # type: ignore[misc]
         return None, *_Gradients.apply(ctx, dout, dlse, *saved)
 
 
-class FlashAttentionWithLse(Attention):
+class FlashAttentionWithLse(FlashAttention):
     """Autograd function of attention that returns out and lse."""
 
     @staticmethod

@@ -321,7 +321,9 @@ def documents(values: int = 0) -> MaskMod:
 
 def test_a_block_mask_is_built_once_for_the_same_array_keys(cuda: FakeCuda) -> None:
     mod = documents()
-    maps = [map_of(mod, BlockMaskSpec(64, 64, 2, 3, 100, 100), "float16").map for _ in range(3)]
+    maps = [
+        map_of(mod, BlockMaskSpec(64, 64, 2, 3, 100, 100), "float16").block_mask for _ in range(3)
+    ]
     assert cuda.builds == 1
     assert maps[0] is maps[1] is maps[2]
 
@@ -344,7 +346,7 @@ def test_other_array_keys_take_other_block_masks(cuda: FakeCuda) -> None:
 def test_equal_masks_with_other_values_do_not_share_a_block_mask(cuda: FakeCuda) -> None:
     one, other = documents(0), documents(1)
     assert one.traced is other.traced
-    assert map_of(one, SPEC, "float16").map is not map_of(other, SPEC, "float16").map
+    assert map_of(one, SPEC, "float16").block_mask is not map_of(other, SPEC, "float16").block_mask
     assert cuda.builds == 2
 
 
@@ -363,7 +365,7 @@ def test_a_mask_is_kept_by_nothing_but_its_user(cuda: FakeCuda) -> None:
     import weakref
 
     mod = documents()
-    gone = weakref.ref(map_of(mod, SPEC, "float16").map)
+    gone = weakref.ref(map_of(mod, SPEC, "float16").block_mask)
     del mod
     gc.collect()
     assert gone() is None
@@ -414,15 +416,15 @@ def test_a_captured_call_builds_its_block_mask_in_the_graph_and_keeps_none(
     cuda: FakeCuda,
 ) -> None:
     mod = documents()
-    kept = map_of(mod, SPEC, "float16").map
+    kept = map_of(mod, SPEC, "float16").block_mask
     cuda.done.clear()
     cuda.capturing.add(0xA0)
     ready = map_of(mod, SPEC, "float16")
     launched(ready)
-    assert ready.map is not kept
+    assert ready.block_mask is not kept
     assert cuda.done == [(name, 0xA0) for name in KERNELS]
     cuda.capturing.clear()
-    assert map_of(mod, SPEC, "float16").map is kept
+    assert map_of(mod, SPEC, "float16").block_mask is kept
 
 
 def test_the_block_mask_of_a_graph_of_torch_lies_in_torchs_memory(
@@ -459,7 +461,7 @@ def test_the_legacy_stream_is_not_asked_whether_it_is_captured(cuda: FakeCuda) -
 def test_strides_are_0_where_block_masks_are_shared(cuda: FakeCuda) -> None:
     strides = {}
     for name in ("window", "documents", "sizes of heads", "both"):
-        block_mask = map_of(MASKS[name], SPEC, "float16").map
+        block_mask = map_of(MASKS[name], SPEC, "float16").block_mask
         strides[name] = (block_mask.batch_stride, block_mask.head_stride)
         MASKS[name].refresh()
     # Strides count row tiles, of which each head has 2.

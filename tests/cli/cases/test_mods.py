@@ -327,7 +327,7 @@ def test_a_wrong_option_says_what_is_right(option: str, says: str) -> None:
 
 @pytest.mark.parametrize("names", [("--preset", "gqa"), ("--preset", "mods")])
 def test_what_names_its_cases_takes_no_modifications(names: tuple[str, str]) -> None:
-    assert "--sinks does not go with --preset" in bench(*names, "--sinks", code=2).stderr
+    assert "--sinks cannot be combined with --preset" in bench(*names, "--sinks", code=2).stderr
 
 
 def test_a_record_holds_what_modified_a_case_and_gives_it_back(tmp_path: Path) -> None:

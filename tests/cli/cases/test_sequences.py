@@ -128,7 +128,10 @@ def test_a_paged_cache_has_whole_pages_and_its_problem_the_pages_strides() -> No
         (varlen(append=True), "need kind cache"),
         (dataclasses.replace(cache(), layout="bhsd"), "are 'bshd'"),
         (dataclasses.replace(cache(causal=True), q_offset=3), "take no q_offset"),
-        (dataclasses.replace(varlen(), batch=3), "4 lengths up to 203 do not go with batch 3"),
+        (
+            dataclasses.replace(varlen(), batch=3),
+            "4 lengths up to 203 cannot be combined with batch 3",
+        ),
         (dataclasses.replace(varlen(), seqlen_q=7), "attend to themselves"),
         (dataclasses.replace(cache(), batch=0), "batch is 0"),
         (dataclasses.replace(cache(), kind="caches"), "expected one of dense, cache, varlen"),
@@ -611,12 +614,12 @@ def test_without_a_gpu_packed_sequences_stand_beside_equal_ones(tmp_path: Path) 
         ("--lengths uniform --batch 10000000000", "--batch 10000000000 is too many for --lengths"),
         ("--lengths long-tail --batch 1000000000", "expected at most 65536 sequences"),
         (f"--cache --batch {10**20}", f"batch is {10**20}; expected at most 2147483647"),
-        ("--lengths 3,4 --batch 2", "--batch does not go with --lengths"),
-        ("--lengths uniform --seqlen-k 3", "--seqlen-k does not go with --lengths"),
+        ("--lengths 3,4 --batch 2", "--batch cannot be combined with --lengths"),
+        ("--lengths uniform --seqlen-k 3", "--seqlen-k cannot be combined with --lengths"),
         ("--lengths uniform --append", "--append needs a cache"),
-        ("--cache --q-offset 3", "--q-offset does not go with --cache"),
-        ("--cache --layout bhsd", "--layout bhsd does not go with --cache"),
-        ("--preset decode --cache", "--cache does not go with --preset decode"),
+        ("--cache --q-offset 3", "--q-offset cannot be combined with --cache"),
+        ("--cache --layout bhsd", "--layout bhsd cannot be combined with --cache"),
+        ("--preset decode --cache", "--cache cannot be combined with --preset decode"),
         ("--cache --append --seqlen-q 5 --lengths 3,9", "expected at least 5"),
         ("--cache --page-size x", "'x' is not a whole number from 0"),
     ],
@@ -629,7 +632,7 @@ def test_real_inputs_are_no_caches(tmp_path: Path) -> None:
     arrays = {name: np.ones((1, 5, 2, 8), np.float32) for name in "qkv"}
     result = bench(*commands.input_options(tmp_path, **arrays), "--cache", code=2)
 
-    assert "--cache does not go with --input" in result.stderr
+    assert "--cache cannot be combined with --input" in result.stderr
 
 
 # ---- Output and records of GPU runs

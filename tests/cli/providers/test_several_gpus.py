@@ -114,7 +114,7 @@ def test_without_the_gpus_it_says_so() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("--head-ranks", "1"), "--head-ranks does not go with one GPU; it is for --gpus"),
+        (("--head-ranks", "1"), "--head-ranks cannot be combined with one GPU; it is for --gpus"),
         (("--gpus", "1000"), "--gpus is 1000, but"),
     ],
 )

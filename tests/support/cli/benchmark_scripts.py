@@ -13,8 +13,8 @@ IN_CHECKOUT = (CHECKOUT / "benchmarks").is_dir()
 
 
 def script(name: str) -> ModuleType:
-    """Return a module of the folder benchmarks/, which can import the other modules there."""
-    folder = str(CHECKOUT / "benchmarks")
-    if folder not in sys.path:
-        sys.path.append(folder)
-    return importlib.import_module(name)
+    """Return a script of the folder benchmarks/, which can import the other scripts beside it."""
+    path = CHECKOUT / "benchmarks" / name
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    return importlib.import_module(path.name)

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-
 from support.cli.benchmark_scripts import CHECKOUT
 
 PAGE = CHECKOUT / "CONTRIBUTING.md"

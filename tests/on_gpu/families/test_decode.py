@@ -395,14 +395,8 @@ def clustered_call(draw: random.Random) -> Call:
     size = len(lengths) * (max(lengths) + 64) * heads_kv * 2 * (head_dim + head_dim_v)
     return Call(
         KVCacheCase(
-            lengths,
-            dtype,
-            seqlen_q=seqlen_q,
-            seqlen_new=draw.choice((0, seqlen_q)),
-            heads_q=heads_kv * group,
-            heads_kv=heads_kv,
-            head_dim=head_dim,
-            head_dim_v=head_dim_v,
+            *(lengths, dtype, seqlen_q, draw.choice((0, seqlen_q))),
+            *(heads_kv * group, heads_kv, head_dim, head_dim_v),
             causal=draw.random() < 0.5,
             page_size=draw.choice((0, 1, 16, 64) if size <= 60 << 20 else (0,)),
             seed=draw.randrange(2**32),

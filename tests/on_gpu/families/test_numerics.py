@@ -183,17 +183,9 @@ def test_random_problems_are_right(
     softmax_scale: float | None,
     layout: str,
 ) -> None:
-    case = Case(
-        *family_dtype,
-        *seqlens,
-        batch=batch,
-        heads_q=heads[0] * heads[1],
-        heads_kv=heads[0],
-        causal=q_offset is not None,
-        q_offset=q_offset,
-        softmax_scale=softmax_scale,
-        layout=layout,
-    )
+    sizes = (*seqlens, batch, heads[0] * heads[1], heads[0])
+    options = {"q_offset": q_offset, "softmax_scale": softmax_scale, "layout": layout}
+    case = Case(*family_dtype, *sizes, causal=q_offset is not None, **options)
     assume(case.is_supported())
     check(case)
 

@@ -26,7 +26,11 @@ from .tune.tune import tune
 @click.version_option(cupy_flash.__version__, prog_name="cupy-flash")
 @click.pass_context
 def main(ctx: click.Context) -> None:
-    """Fused attention for CuPy and NumPy arrays: inspect, benchmark, tune and compile."""
+    """Fused attention for CuPy and NumPy arrays.
+
+    The commands inspect, tune and compile kernels; benchmark them, compare and plot the results;
+    and profile calls and model their roofline.
+    """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 

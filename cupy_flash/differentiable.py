@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from cupy_flash.arrays.kinds import is_number_or_list
 from cupy_flash.calls import dispatch, dispatch_backward
-from cupy_flash.calls.arguments import Arguments
-from cupy_flash.calls.backward_arguments import GradientArguments
+from cupy_flash.calls.arguments import Arguments, GradientArguments
 from cupy_flash.calls.options import Options, plain_options
 from cupy_flash.mods.base import Modification
 from cupy_flash.mods.keywords import ARRAYS, MODS, checked_softcap, window_of, with_offsets

@@ -28,7 +28,7 @@ from cupy_flash.calls.gpu import torch_autograd
 from cupy_flash.calls.scaled_dot_product import mask_name, options_of, reshaped, shapes_of
 from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
 from cupy_flash.mods.keywords import with_offsets
-from cupy_flash.torch_functions import Attention, AttentionAndLse
+from cupy_flash.torch_functions import FlashAttention, FlashAttentionWithLse
 from cupy_flash.torch_operators import fits_operator, plain_modifications
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) ->
             _require_constants(call)
         for tensor in inputs:
             if tensor.requires_grad:
-                function = AttentionAndLse if return_lse else Attention
+                function = FlashAttentionWithLse if return_lse else FlashAttention
                 return function.apply(_as_it_is_now(call), *inputs)
     if call.following_arrays is not None:
         options = call.options if return_lse else call.without_lse

@@ -17,7 +17,7 @@ from cupy_flash.differentiable import DifferentiableCall
 _Function: Any = getattr(torch.autograd.function, "_SingleLevelFunction", torch.autograd.Function)
 
 
-class Attention(_Function):  # type: ignore[misc]
+class FlashAttention(_Function):  # type: ignore[misc]
     """Autograd function of attention that returns out only."""
 
     @staticmethod
@@ -38,7 +38,7 @@ class Attention(_Function):  # type: ignore[misc]
         return None, *_Gradients.apply(ctx, dout, dlse, *saved)
 
 
-class AttentionAndLse(Attention):
+class FlashAttentionWithLse(FlashAttention):
     """Autograd function of attention that returns out and lse."""
 
     @staticmethod

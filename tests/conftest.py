@@ -17,6 +17,7 @@ import pytest
 
 from cupy_flash.gpu import compiler
 from cupy_flash.gpu.environment import gpu_unavailable
+from cupy_flash.parallel import Group
 from cupy_flash.planning import tuning
 
 # Tests have no deadlines, since the machine may be busy.
@@ -105,6 +106,13 @@ def home(new_homes: Iterator[Path]) -> Iterator[Path]:
         tuning.reload()
         yield folder
     tuning.reload()
+
+
+@pytest.fixture(scope="module")
+def group() -> Group:
+    """Group of this process alone, which exchanges arrays over MPI."""
+    mpi = pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
+    return Group(mpi.COMM_SELF)
 
 
 @pytest.fixture(scope="session")

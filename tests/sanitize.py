@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from support import wrong_numbers
 from support.calls import float8_support
 from support.calls.float8_support import Float8Case
 from support.calls.latent_support import LATENT, check_latent
@@ -34,13 +35,6 @@ from support.gpu.gpu_support import DTYPES, Case, current_device, random_values,
 from support.gradients.gradient_calls import KINDS as GRADIENT_KINDS
 from support.gradients.gradient_calls import GradientCall, random_gradient_call
 from support.gradients.gradient_rule import check_gradients
-from support.wrong_numbers import (
-    HEADS,
-    check_kvcache_result,
-    check_varlen_result,
-    wrong_kvcache,
-    wrong_varlen,
-)
 
 from cupy_flash import (
     UnsupportedError,
@@ -235,13 +229,15 @@ def sequence_calls() -> Iterator[SequenceCall]:
 
 def clustered_calls() -> Iterator[SequenceCall]:
     """Yield calls with one or several clusters per head, over sequences that not all share."""
-    many = ((530, 7, 0), *HEADS[1])
+    many = ((530, 7, 0), *wrong_numbers.HEADS[1])
     few = ((5000, 7, 0, 900), 16, 2)
     for page_size, (lengths, heads_q, heads_kv) in ((0, many), (1, many), (16, many), (0, few)):
         sizes = {"heads_q": heads_q, "heads_kv": heads_kv, "seqlen_q": 2, "seqlen_new": 2}
         case = KVCacheCase(lengths, "float16", causal=True, page_size=page_size, **sizes)
         yield SequenceCall(case, "decode")
-    numbers = wrong_kvcache("pages that there are not", 1, "float16", 7, HEADS[1])
+    numbers = wrong_numbers.wrong_kvcache(
+        "pages that there are not", 1, "float16", 7, wrong_numbers.HEADS[1]
+    )
     yield SequenceCall(("pages of one row that there are not, many heads", numbers), "decode")
 
 
@@ -250,8 +246,8 @@ def wrong(
 ) -> tuple[str, dict[str, Any]]:
     """Return wrong arguments: for packed sequences, or for a cache if rows are appended."""
     if seqlen_new is None:
-        return change, wrong_varlen(change, page_size, dtype)
-    return change, wrong_kvcache(change, page_size, dtype, seqlen_new)
+        return change, wrong_numbers.wrong_varlen(change, page_size, dtype)
+    return change, wrong_numbers.wrong_kvcache(change, page_size, dtype, seqlen_new)
 
 
 def on_gpu(array: np.ndarray, alignment: int) -> Any:
@@ -299,10 +295,10 @@ def call_with_sequences(case: SequenceCall) -> None:
         return
     results = (out.get(), lse.get())
     if not is_cached:
-        check_varlen_result(arguments, *results)
+        wrong_numbers.check_varlen_result(arguments, *results)
     elif arguments["rotary_cos"] is None:
         caches = (arrays[name].get() for name in ("k_cache", "v_cache"))
-        check_kvcache_result(arguments, *results, *caches)
+        wrong_numbers.check_kvcache_result(arguments, *results, *caches)
     else:
         Truth.of_kvcache(arguments).check(*results)
 

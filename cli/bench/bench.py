@@ -56,7 +56,7 @@ _CPU_REPEATS = (1, 7)
 
 
 def _choose_providers(
-    asked: Sequence[str] | None,
+    requested: Sequence[str] | None,
     preset: presets.Preset | None,
     dtypes: Sequence[str],
     tile: dict[str, int] | None,
@@ -67,10 +67,10 @@ def _choose_providers(
     several: SeveralGpus | None = None,
 ) -> list[Provider]:
     if several is not None:
-        alone = dict.fromkeys(asked if asked is not None else ("cupy_flash",))
+        alone = dict.fromkeys(requested if requested is not None else ("cupy_flash",))
         return [*(providers.provider(name, tile) for name in alone), several]
-    if asked is not None:
-        return [providers.provider(name, tile) for name in dict.fromkeys(asked)]
+    if requested is not None:
+        return [providers.provider(name, tile) for name in dict.fromkeys(requested)]
     if preset is not None:
         result = [providers.provider(name, tile) for name in preset.providers]
         if preset.needs_all and (absent := [reason for p in result if (reason := p.missing())]):
@@ -108,16 +108,16 @@ def _several_gpus(gpus: int | None, head_ranks: int | None) -> SeveralGpus | Non
 
 
 def _choose_baseline(
-    asked: Sequence[str] | None, preset: presets.Preset | None, chosen: Sequence[Provider]
+    requested: Sequence[str] | None, preset: presets.Preset | None, chosen: Sequence[Provider]
 ) -> list[str]:
     names = [provider.name for provider in chosen]
-    if asked is not None:
-        if absent := [name for name in asked if name not in names]:
+    if requested is not None:
+        if absent := [name for name in requested if name not in names]:
             raise click.UsageError(
                 f"--baseline {absent[0]} is not among the providers; expected some of "
                 f"{', '.join(names)}"
             )
-        return list(asked)
+        return list(requested)
     if preset is not None and (kept := [name for name in preset.baseline if name in names]):
         return kept
     variants = next((name for name in names if name == "cupy_flash-uniform"), names[0])
@@ -157,7 +157,11 @@ def _provider_names(
 @click.option("--warps", type=click.IntRange(1), help="Force the tile's warps.")
 @click.option("--stages", type=click.IntRange(1), help="Force the tile's stages.")
 @click.option(
-    "--tile", "more", multiple=True, metavar="NAME=N", help="Force another field of the tile."
+    "--tile",
+    "more",
+    multiple=True,
+    metavar="NAME=N",
+    help="Force another field of the tile, for example threads=128.",
 )
 @click.option(
     "--preset",
@@ -173,7 +177,7 @@ def _provider_names(
 )
 @click.option(
     "--provider",
-    "asked",
+    "requested",
     type=_PROVIDERS,
     callback=_provider_names,
     help="Providers to time, separated by commas; 'cupy-flash info' lists them.",
@@ -222,7 +226,7 @@ def bench(
     more: tuple[str, ...],
     preset: str | None,
     path: Path | None,
-    asked: tuple[str, ...] | None,
+    requested: tuple[str, ...] | None,
     gpus: int | None,
     head_ranks: int | None,
     baseline: tuple[str, ...] | None,
@@ -253,7 +257,7 @@ def bench(
             "and a forced tile"
         )
     chosen = _choose_providers(
-        asked, named, dtypes, tile, sequences, mods, backward=backward, several=several
+        requested, named, dtypes, tile, sequences, mods, backward=backward, several=several
     )
     compared = _choose_baseline(baseline, named, chosen)
     no_gpu = gpu_unavailable()
@@ -268,7 +272,7 @@ def bench(
         cases = modified(given, mods, backward=backward)
     if tile:
         _refuse_hopeless_tile(cases, chosen)
-    if no_gpu and asked is None:
+    if no_gpu and requested is None:
         text = f"No GPU to use: {no_gpu}.\nTiming the CPU backend.\n"
         report.console().print(text, markup=False)
     device = current_device().name if on_gpu else environment.cpu_name()
@@ -392,7 +396,7 @@ def _read_input(path: Path | None, preset: str | None) -> InputFile | None:
     if path is None:
         return None
     if preset:
-        raise click.UsageError("--input does not go with --preset: both define the cases")
+        raise click.UsageError("--input cannot be combined with --preset: both define the cases")
     return InputFile.read(path)
 
 

@@ -184,29 +184,29 @@ def draw(shown: Picture, path: Path) -> None:
         # Panels that compare a full with a causal mask have one scale; others may differ widely.
         sharey="row" if paired else False,
         squeeze=False,
-    ) as axes:
-        page = axes[0, 0].figure
+    ) as all_axes:
+        page = all_axes[0, 0].figure
         page.suptitle(_title(shown), fontsize=10)
         varying = _varying([panel.parts for panel in shown.panels])
         handles: dict[str, Any] = {}
-        for row, places in zip(grid, axes, strict=True):
-            for panel, place in zip(row, places, strict=True):
+        for row, row_axes in zip(grid, all_axes, strict=True):
+            for panel, axes in zip(row, row_axes, strict=True):
                 if panel is None:
-                    place.set_visible(False)
+                    axes.set_visible(False)
                     continue
                 draw_panel = _draw_bars if bars <= _MOST_BARS else _draw_lines
-                handles |= draw_panel(place, panel, shown)
-                place.set_title(
+                handles |= draw_panel(axes, panel, shown)
+                axes.set_title(
                     ", ".join(text for name in varying if (text := panel.parts[name])), fontsize=9
                 )
-                place.set_xlabel(shown.axis.label)
-                place.spines[["top", "right"]].set_visible(False)
-                place.grid(axis="y", linewidth=0.4, alpha=0.6)
-                place.set_axisbelow(True)
-                place.tick_params(labelleft=True)
-            for place in places:
-                place.set_ylim(bottom=0)
-            places[0].set_ylabel(shown.unit)
+                axes.set_xlabel(shown.axis.label)
+                axes.spines[["top", "right"]].set_visible(False)
+                axes.grid(axis="y", linewidth=0.4, alpha=0.6)
+                axes.set_axisbelow(True)
+                axes.tick_params(labelleft=True)
+            for axes in row_axes:
+                axes.set_ylim(bottom=0)
+            row_axes[0].set_ylabel(shown.unit)
         page.legend(
             handles.values(),
             handles.keys(),
@@ -256,11 +256,11 @@ def _tokens(shown: Picture) -> int | None:
     return products.pop() if len(products) == 1 else None
 
 
-def _ticks(place: Any, positions: Iterable[float], panel: Panel, shown: Picture) -> None:
+def _ticks(axes: Any, positions: Iterable[float], panel: Panel, shown: Picture) -> None:
     """Label sequence lengths, with the batch size if neither it nor the token count is constant."""
     batches = {row["batch"] for each in shown.panels for row in each.rows.values()}
     with_batch = len(batches) > 1 and not _tokens(shown) and not panel.parts["batch"]
-    place.set_xticks(
+    axes.set_xticks(
         list(positions),
         [
             length_text(x) + (f"\nbatch {min(panel.batches(x))}" if with_batch else "")
@@ -280,7 +280,7 @@ def _colours(shown: Picture) -> dict[str, str]:
     return {name: colours[name] for name in ours_first}
 
 
-def _draw_bars(place: Any, panel: Panel, shown: Picture) -> dict[str, Any]:
+def _draw_bars(axes: Any, panel: Panel, shown: Picture) -> dict[str, Any]:
     colours = _colours(shown)
     xs, count = panel.xs, len(colours)
     width = 0.84 / count
@@ -290,14 +290,14 @@ def _draw_bars(place: Any, panel: Panel, shown: Picture) -> dict[str, Any]:
         rows = [panel.rows.get((provider, x)) for x in xs]
         heights = [(row["tflops"] or 0) * shown.scale if row else 0 for row in rows]
         positions = [at + (index - (count - 1) / 2) * width for at in range(len(xs))]
-        bars = place.bar(positions, heights, width, color=colour)
+        bars = axes.bar(positions, heights, width, color=colour)
         handles[provider] = bars
         labels = [_value(row, height) for row, height in zip(rows, heights, strict=True)]
-        place.bar_label(bars, labels, fontsize=6.5, padding=1.5, rotation=90 if upright else 0)
-    _ticks(place, range(len(xs)), panel, shown)
-    place.margins(y=0.18 if upright else 0.1)
+        axes.bar_label(bars, labels, fontsize=6.5, padding=1.5, rotation=90 if upright else 0)
+    _ticks(axes, range(len(xs)), panel, shown)
+    axes.margins(y=0.18 if upright else 0.1)
     if len(xs) == 1:
-        place.set_xlim(-1, 1)
+        axes.set_xlim(-1, 1)
     return handles
 
 
@@ -309,7 +309,7 @@ def _value(row: report.Row | None, height: float) -> str:
     return text + ("!" if records.is_wrong(row) else "")
 
 
-def _draw_lines(place: Any, panel: Panel, shown: Picture) -> dict[str, Any]:
+def _draw_lines(axes: Any, panel: Panel, shown: Picture) -> dict[str, Any]:
     handles = {}
     for provider, colour in _colours(shown).items():
         points = [
@@ -317,7 +317,7 @@ def _draw_lines(place: Any, panel: Panel, shown: Picture) -> dict[str, Any]:
             for x in panel.xs
             if (row := panel.rows.get((provider, x))) and row["tflops"]
         ]
-        (handles[provider],) = place.plot(
+        (handles[provider],) = axes.plot(
             [x for x, _ in points],
             [y for _, y in points],
             color=colour,
@@ -326,11 +326,11 @@ def _draw_lines(place: Any, panel: Panel, shown: Picture) -> dict[str, Any]:
             linewidth=1.2,
         )
     if min(panel.xs) > 0:
-        place.set_xscale("log", base=2)
+        axes.set_xscale("log", base=2)
     # Labels need space: ticks are at powers of two, or at every n-th length that was measured.
     step = -(-len(panel.xs) // _MOST_TICKS)
     powers = [x for x in panel.xs if x & (x - 1) == 0]
     ticks = powers if 2 <= len(powers) <= _MOST_TICKS else panel.xs[::step]
-    place.set_xticks(ticks, [length_text(x) for x in ticks])
-    place.minorticks_off()
+    axes.set_xticks(ticks, [length_text(x) for x in ticks])
+    axes.minorticks_off()
     return handles

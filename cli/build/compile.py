@@ -116,7 +116,7 @@ def compile_kernels(
     failed: list[str] = []
 
     def show() -> None:
-        _print(sorted(rows, key=lambda row: row["place"]), devices)
+        _print(sorted(rows, key=lambda row: row["index"]), devices)
         if output is not None:
             written = len(rows) - len(failed)
             click.echo(f"{written} cubins in {output}; use them with {CUBINS_VARIABLE}={output}")
@@ -135,7 +135,7 @@ def compile_kernels(
                 write_cubin(output, jobs[index], built.cubin)
             if built.error:
                 failed.append(built.error)
-            rows.append(_row(kernels[index], built) | {"place": index})
+            rows.append(_row(kernels[index], built) | {"index": index})
     for error in failed:
         click.echo(f"\n{error}", err=True)
     if failed:

@@ -133,7 +133,7 @@ BUILT_IN = {
         visible_range=_visible_prefix,
     ),
     "softcap": BuiltIn(
-        f"softcap {SOFTCAP:g} as a user's function",
+        f"a softcap of {SOFTCAP:g} as a traced function",
         ScoreMod,
         lambda score, cap: cap * np.tanh(score / cap),
         lambda heads_q, seqlen_k: {"cap": SOFTCAP},

@@ -204,7 +204,7 @@ class Case:
             return problem
         if self.is_cached or self.asked_splits:
             option = "--num-splits" if self.asked_splits else "--cache"
-            raise ValueError(f"{option} goes with forward calls only; leave out --backward")
+            raise ValueError(f"{option} is for forward calls; leave out --backward")
         specs = {name: self._spec(x) for name, x in zip(ROWS, self.bshd_shapes, strict=True)}
         dout = self._spec((*specs["q"].shape[:3], self.head_dim_v))
         return with_gradient(problem, GradientSpec(ROWS, self.dtype), dout, specs)
@@ -275,8 +275,8 @@ class Case:
             len(self.lengths) != self.batch or max(self.lengths, default=0) != self.seqlen_k
         ):
             raise ValueError(
-                f"{len(self.lengths)} lengths up to {max(self.lengths, default=0)} do not go with "
-                f"batch {self.batch} and seqlen_k {self.seqlen_k}"
+                f"{len(self.lengths)} lengths up to {max(self.lengths, default=0)} cannot be "
+                f"combined with batch {self.batch} and seqlen_k {self.seqlen_k}"
             )
         if self.kind == "varlen" and self.seqlen_q != self.seqlen_k:
             raise ValueError(

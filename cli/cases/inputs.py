@@ -259,8 +259,8 @@ def _normal(xp: Any, generator: Any, shape: tuple[int, ...], dtype: np.dtype) ->
     array = xp.empty(shape, dtype)
     flat = array.reshape(-1)
     for start in range(0, flat.size, _DRAWN_AT_ONCE):
-        piece = flat[start : start + _DRAWN_AT_ONCE]
-        piece[...] = part(piece.size)
+        chunk = flat[start : start + _DRAWN_AT_ONCE]
+        chunk[...] = part(chunk.size)
     return array
 
 

@@ -46,8 +46,8 @@ _MOD_OPTIONS: dict[str, tuple[click.ParamType, str]] = {
         CommaList(_or_none("softcap"), "a number from 1e-30 to 1e+30, 0 or none", "50"),
         "Softcap of the scores, a number; 0 or none for no softcap.",
     ),
-    "alibi": (FLAGS, "ALiBi with the slopes of the paper: yes or no; 'no,yes' for both."),
-    "sinks": (FLAGS, "Attention sink for each query head: yes or no."),
+    "alibi": (FLAGS, "ALiBi with the slopes of the paper"),
+    "sinks": (FLAGS, "Attention sink for each query head"),
     **{
         name: (
             CommaList(_or_none(name), f"one of {', '.join(SPANS)}, none", SPANS[0]),
@@ -64,7 +64,10 @@ _MOD_OPTIONS: dict[str, tuple[click.ParamType, str]] = {
 }
 
 
-mod_options = with_options(*(list_option(name, *each) for name, each in _MOD_OPTIONS.items()))
+mod_options, single_mod_options = (
+    with_options(*(list_option(name, *each, single=single) for name, each in _MOD_OPTIONS.items()))
+    for single in (False, True)
+)
 
 
 def split_cases(options: Options) -> tuple[Options, Options, Options]:
@@ -79,7 +82,7 @@ def split_cases(options: Options) -> tuple[Options, Options, Options]:
 def refuse_cases(*groups: Mapping[str, Any], backward: bool, other: str) -> None:
     """Raise a usage error if --backward, or an option of the groups, was given.
 
-    The message says that the option does not go with `other`.
+    The message says that the option cannot be combined with `other`.
     """
     refuse({"backward": backward}, other)
     for options in groups:

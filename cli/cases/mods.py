@@ -66,7 +66,7 @@ class CaseMods:
         for part in filter(None, text.split(", ")):
             name, _, value = part.partition(" ")
             if name not in PARSERS:
-                raise ValueError(f"{name!r} is none of {', '.join(PARSERS)}")
+                raise ValueError(f"{name!r} is unknown; expected one of {', '.join(PARSERS)}")
             result[name] = PARSERS[name](value or "yes")
         return cls(**result)
 
@@ -107,7 +107,7 @@ def _yes(text: str) -> bool:
 def _one_of(*choices: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in choices:
-            raise ValueError(f"{text!r} is none of {', '.join(choices)}")
+            raise ValueError(f"{text!r} is unknown; expected one of {', '.join(choices)}")
         return text
 
     return parse

@@ -83,17 +83,21 @@ FINITE = Number()
 # Options whose values an input file or a preset defines instead.
 SIZES = ("batch", "seqlen_q", "seqlen_k", "heads", "kv_heads", "head_dim", "head_dim_v")
 _SHAPE_OPTIONS: dict[str, tuple[click.ParamType, str]] = {
-    "batch": (COUNTS, "Batch sizes."),
-    "seqlen_q": (LENGTHS, "Numbers of query rows."),
-    "seqlen_k": (LENGTHS, "Numbers of keys and values; default: --seqlen-q."),
-    "heads": (HEADS, "Numbers of query heads."),
-    "kv_heads": (HEADS, "Numbers of key and value heads; default: --heads."),
-    "head_dim": (HEAD_DIMS, "Widths of queries and keys, 1 to 576."),
-    "head_dim_v": (HEAD_DIMS, "Widths of values; default: --head-dim."),
+    "batch": (COUNTS, "Batch size."),
+    "seqlen_q": (LENGTHS, "Number of query rows."),
+    "seqlen_k": (LENGTHS, "Number of keys and values; default: --seqlen-q."),
+    "heads": (HEADS, "Number of query heads."),
+    "kv_heads": (HEADS, "Number of key and value heads; default: --heads."),
+    "head_dim": (HEAD_DIMS, "Width of queries and keys, 1 to 576."),
+    "head_dim_v": (HEAD_DIMS, "Width of values; default: --head-dim."),
     "dtype": (DTYPE_LIST, f"{', '.join(DTYPES)}; also {', '.join(SHORT_DTYPE.values())}."),
     "layout": (names_list(LAYOUTS, "a layout"), "bshd (default) or bhsd."),
-    "causal": (FLAGS, "Causal mask: yes or no; 'no,yes' for both."),
-    "q_offset": (INTEGERS, "Position of the first query among the keys, if causal or modified."),
+    "causal": (FLAGS, "Causal mask"),
+    "q_offset": (
+        INTEGERS,
+        "Position of the first query among the keys, for causal, windowed or otherwise modified "
+        "attention.",
+    ),
     "softmax_scale": (FLOATS, "Factor on the scores."),
 }
 SHAPE_NAMES = tuple(_SHAPE_OPTIONS)
@@ -137,10 +141,20 @@ def with_options(*options: Decorator) -> Decorator:
     return add
 
 
-def list_option(name: str, kind: click.ParamType, text: str) -> Decorator:
-    """Return an option for a list of values; a list of `FLAGS` is "yes" if no value follows it."""
-    flag: dict[str, Any] = {"is_flag": False, "flag_value": "yes"} if kind is FLAGS else {}
-    return click.option(option_name(name), type=kind, help=text, **flag)
+def list_option(
+    name: str, kind: click.ParamType, text: str, *, default: str = "", single: bool = False
+) -> Decorator:
+    """Return an option for a list of values; a list of `FLAGS` is "yes" if no value follows it.
+
+    The help is `text`, which for `FLAGS` has no end yet, and then `default`. If `single`, it says
+    that the command takes one value.
+    """
+    flag: dict[str, Any] = {}
+    if kind is FLAGS:
+        flag = {"is_flag": False, "flag_value": "yes"}
+        text += ": yes or no." if single else ": yes or no; 'no,yes' for both."
+    metavar = "VALUE" if single else None
+    return click.option(option_name(name), type=kind, help=text + default, metavar=metavar, **flag)
 
 
 # Options that turn a command's cases into caches or packed sequences.
@@ -182,8 +196,13 @@ def count_option(name: str, default: int, text: str, *, least: int = 0) -> Decor
     return click.option(name, type=kind, default=default, show_default=True, help=text)
 
 
-def shape_options(defaults: Defaults, on_cpu: Defaults | None = None) -> Decorator:
-    """Return a decorator that adds the shape options; their help states the defaults."""
+def shape_options(
+    defaults: Defaults, on_cpu: Defaults | None = None, *, single: bool = False
+) -> Decorator:
+    """Return a decorator that adds the shape options; their help states the defaults.
+
+    `single` is a parameter of `list_option`.
+    """
 
     def default_text(name: str) -> str:
         if name not in defaults:
@@ -194,7 +213,7 @@ def shape_options(defaults: Defaults, on_cpu: Defaults | None = None) -> Decorat
 
     return with_options(
         *(
-            list_option(name, kind, text + default_text(name))
+            list_option(name, kind, text, default=default_text(name), single=single)
             for name, (kind, text) in _SHAPE_OPTIONS.items()
         )
     )
@@ -262,7 +281,9 @@ def sequence_cases(
     what = "--cache" if cache else "--lengths"
     refuse(shape, f"{what}: its masks are aligned at the bottom right", ("q_offset",))
     if shape["layout"] not in (None, ("bshd",)):
-        raise click.UsageError(f"--layout {','.join(shape['layout'])} does not go with {what}")
+        raise click.UsageError(
+            f"--layout {','.join(shape['layout'])} cannot be combined with {what}"
+        )
     if not cache:
         refuse(shape, "--lengths: packed sequences attend to themselves", ("seqlen_k",))
     which: Any = None if lengths is None else _lengths(lengths)
@@ -395,11 +416,11 @@ def placed(cases: Sequence[Case]) -> list[Case]:
 def refuse(options: Mapping[str, Any], other: str, names: Iterable[str] | None = None) -> None:
     """Raise a usage error if any of the options, or of the named ones, was given.
 
-    The message says that the option does not go with `other`.
+    The message says that the option cannot be combined with `other`.
     """
     for name in options if names is None else names:
         if options[name]:
-            raise click.UsageError(f"{option_name(name)} does not go with {other}")
+            raise click.UsageError(f"{option_name(name)} cannot be combined with {other}")
 
 
 def tile_request(fields: dict[str, int | None], texts: Sequence[str]) -> dict[str, int] | None:

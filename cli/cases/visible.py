@@ -80,11 +80,11 @@ class VisibleKeys(NamedTuple):
         result = np.zeros((2, -(-self.mask.seqlen_k // Bc)), np.int64)
         # Range of key tiles that each query attends to. Neighbouring queries with equal ranges form
         # a run.
-        of_queries = np.stack([self.begins // Bc, -(-self.ends // Bc)])
-        of_queries[:, self.ends == self.begins] = 0
-        starts = np.flatnonzero(np.diff(of_queries, prepend=-1).any(axis=0))
+        tile_ranges = np.stack([self.begins // Bc, -(-self.ends // Bc)])
+        tile_ranges[:, self.ends == self.begins] = 0
+        starts = np.flatnonzero(np.diff(tile_ranges, prepend=-1).any(axis=0))
         stops = np.append(starts, self.mask.seqlen_q)[1:]
-        runs = [slice(*tiles) for tiles in of_queries[:, starts].T.tolist()]
+        runs = [slice(*tiles) for tiles in tile_ranges[:, starts].T.tolist()]
         for run, stop in zip(runs, stops, strict=True):
             result[1, run] = stop
         for run, start in zip(reversed(runs), reversed(starts), strict=True):

@@ -213,7 +213,7 @@ def read_workload(path: Path) -> list[Weighted]:
 
 def _weighted(row: Mapping[str, Any], where: str) -> Weighted:
     if None in row:
-        raise click.UsageError(f"{where} has more cells than the header has names")
+        raise click.UsageError(f"{where} has more values than the header has columns")
     fields = {name: value for name, value in row.items() if value not in (None, "")}
     known = {field.name for field in dataclasses.fields(Case)} | {"weight"}
     if unknown := [name for name in fields if name not in known]:

@@ -22,7 +22,7 @@ from .traffic import Range, Schedule, Traffic
 
 # Products over head_dim (s = q k', dq, dk) and over head_dim_v (dp = dout v', dv = p' dout).
 USEFUL = (3, 2)
-_OF_KERNEL = {KEY_GRADIENTS: (2, 2), QUERY_GRADIENTS: (2, 1)}
+_PRODUCTS = {KEY_GRADIENTS: (2, 2), QUERY_GRADIENTS: (2, 1)}
 # Other operations per pair: an exponential's argument, and (dp - delta) p.
 _PAIR_FLOPS = 4
 
@@ -66,13 +66,13 @@ def kernels_of(plan: Plan) -> list[Kernel]:
     launches = [
         launch
         for launch in plan.launches
-        if launch is plan.main or (launch.entry in _OF_KERNEL and launch.shared_memory)
+        if launch is plan.main or (launch.entry in _PRODUCTS and launch.shared_memory)
     ]
     entries = [launch.entry for launch in launches]
     result = []
     for launch in launches:
         keys_stay = launch.entry != QUERY_GRADIENTS
-        products = _OF_KERNEL[launch.entry] if QUERY_GRADIENTS in entries else USEFUL
+        products = _PRODUCTS[launch.entry] if QUERY_GRADIENTS in entries else USEFUL
         resident = device.blocks_per_sm(launch.threads, launch.shared_memory, 0)
         schedule = Schedule(
             Br=tile.Br,
@@ -88,8 +88,8 @@ def kernels_of(plan: Plan) -> list[Kernel]:
 
 def usual_kernels(schedule: Schedule) -> list[Kernel]:
     """Return a kernel for dk and dv and one for dq, for a GPU without kernels of this library."""
-    of_keys, of_queries = _OF_KERNEL[KEY_GRADIENTS], _OF_KERNEL[QUERY_GRADIENTS]
-    return [Kernel(schedule, True, of_keys), Kernel(schedule, False, of_queries)]
+    key_products, query_products = _PRODUCTS[KEY_GRADIENTS], _PRODUCTS[QUERY_GRADIENTS]
+    return [Kernel(schedule, True, key_products), Kernel(schedule, False, query_products)]
 
 
 def _width(problem: Problem, products: tuple[int, int]) -> int:

@@ -17,7 +17,7 @@ from cupy_flash.problem.device import Device, Resources
 from cupy_flash.problem.tile import freeze_tile
 
 from ..cases.cases import describe
-from ..cases.mod_options import dense_cases, mod_options
+from ..cases.mod_options import dense_cases, single_mod_options
 from ..cases.mods import PLAIN, CaseMods
 from ..cases.options import (
     backward_option,
@@ -31,7 +31,7 @@ from ..cases.visible import count_pairs
 from ..errors import library_errors_as_usage
 from ..providers.providers import FAMILY_NAMES
 from ..records import environment, report
-from . import backward as of_gradients
+from . import backward as backward_model
 from . import traffic
 from .profiler import Call, Kernel, ProfilerError, profile_call
 
@@ -121,7 +121,7 @@ def _pairs(plan: Plan, mods: CaseMods) -> float:
 def flops_of(plan: Plan, mods: CaseMods) -> float:
     """Return the FLOPs as `Case.flops` counts them."""
     p = plan.problem
-    of_dim, of_dim_v = of_gradients.USEFUL if p.direction == "backward" else (1, 1)
+    of_dim, of_dim_v = backward_model.USEFUL if p.direction == "backward" else (1, 1)
     return 2.0 * _pairs(plan, mods) * (of_dim * p.head_dim + of_dim_v * p.head_dim_v)
 
 
@@ -129,12 +129,12 @@ def model_of(plan: Plan, mods: CaseMods = PLAIN) -> Model:
     """Return the model of a plan's problem; `mods` are its modifications."""
     p, tile, scores = plan.problem, plan.tile, _pairs(plan, mods)
     if p.direction == "backward":
-        kernels = of_gradients.kernels_of(plan)
+        kernels = backward_model.kernels_of(plan)
         return Model(
-            hbm=of_gradients.fused(p, kernels, mods),
-            l2_bytes=of_gradients.fused_without_cache(p, kernels, mods).read,
-            product_flops=of_gradients.product_flops(p, kernels, scores),
-            other_flops=of_gradients.other_flops(p, kernels, scores),
+            hbm=backward_model.fused(p, kernels, mods),
+            l2_bytes=backward_model.fused_without_cache(p, kernels, mods).read,
+            product_flops=backward_model.product_flops(p, kernels, scores),
+            other_flops=backward_model.other_flops(p, kernels, scores),
             exponentials=len(kernels) * scores,
         )
     flops = flops_of(plan, mods)
@@ -339,13 +339,17 @@ _COLUMNS = (
 
 
 @click.command()
-@shape_options(_DEFAULTS)
-@mod_options
+@shape_options(_DEFAULTS, single=True)
+@single_mod_options
 @backward_option
 @count_option("--seed", 0, "Seed of random inputs.")
 @click.option("--family", type=click.Choice(FAMILY_NAMES), help="Kernel family to profile.")
 @click.option(
-    "--tile", "fields", multiple=True, metavar="NAME=N", help="Force a field of the tile."
+    "--tile",
+    "fields",
+    multiple=True,
+    metavar="NAME=N",
+    help="Force a field of the tile, for example Br=128.",
 )
 @output_option
 def profile(
@@ -358,7 +362,8 @@ def profile(
 ) -> None:
     """Count one call's memory traffic and operations with Nsight Compute; compare with a model.
 
-    Takes one shape. The exit code is 1 if nothing can be measured: no GPU, no ncu or no permission.
+    Takes one shape, so each option takes one value. The exit code is 1 if nothing can be measured:
+    no GPU, no ncu or no permission.
     """
     cases = dense_cases(options, _DEFAULTS, backward=backward)
     if len(cases) > 1:

@@ -206,11 +206,11 @@ def _bytes_of_token(case: Case, shared: int) -> float:
     itemsize = ITEMSIZE[case.dtype]
     wide = max(4, itemsize)
     # Queries are sent, and the output comes back. If KV heads are few, several ranks get each one.
-    of_queries = case.heads_q * (case.head_dim + case.head_dim_v) * itemsize
-    of_keys = max(case.heads_kv, shared) * (case.head_dim + case.head_dim_v)
+    query_bytes = case.heads_q * (case.head_dim + case.head_dim_v) * itemsize
+    key_elements = max(case.heads_kv, shared) * (case.head_dim + case.head_dim_v)
     if not case.is_backward:
-        return of_queries + of_keys * itemsize
+        return query_bytes + key_elements * itemsize
     # In addition to the output, its gradient and the log-sum-exp are sent, and the gradients of q,
     # k and v come back. Gradients of KV heads that several ranks hold are partial sums.
     back = wide if shared > case.heads_kv else itemsize
-    return 2 * of_queries + case.heads_q * wide + of_keys * (itemsize + back)
+    return 2 * query_bytes + case.heads_q * wide + key_elements * (itemsize + back)

@@ -35,7 +35,7 @@ from ..providers import providers
 from ..records import environment, report
 from ..records.figures import COLOURS, figure, plot_option
 from ..records.report import Column
-from . import backward as of_gradients
+from . import backward as backward_model
 from . import gpus, scaling
 from .gpus import Gpu
 from .traffic import Roof, Schedule, Traffic, fused, fused_without_cache, standard
@@ -85,7 +85,7 @@ class Measured:
 @backward_option
 @click.option(
     "--gpu",
-    "asked",
+    "requested",
     type=CommaList(str, "a GPU", "A100,H100", gpus.names()),
     help=f"GPUs to model by their published figures, present or not: {', '.join(gpus.names())}.",
 )
@@ -100,7 +100,7 @@ class Measured:
 @force_option("--output", "--plot")
 def roofline(
     backward: bool,
-    asked: tuple[str, ...] | None,
+    requested: tuple[str, ...] | None,
     measure: bool | None,
     output: Path | None,
     plot: Path | None,
@@ -110,7 +110,7 @@ def roofline(
 
     With --gpu, no GPU is needed. Options for shapes take lists: every combination becomes a case.
     """
-    targets = _targets(asked)
+    targets = _targets(requested)
     several = scaling.split_scaling(options)
     cases = dense_cases(options, _DEFAULTS, backward=backward)
     if measure and not all(target.present for target in targets):
@@ -174,15 +174,15 @@ def _model_several(
     report.keep(output, record, lambda: scaling.print_rows(groups, [case for _, case in pairs]))
 
 
-def _targets(asked: Sequence[str] | None) -> list[Target]:
-    """Return the GPUs to model: those asked for, or the present one."""
+def _targets(requested: Sequence[str] | None) -> list[Target]:
+    """Return the GPUs to model: the requested ones, or the present one."""
     no_gpu = gpu_unavailable()
     current = None if no_gpu else current_device()
-    if asked is None and current is None:
+    if requested is None and current is None:
         raise click.UsageError(
             f"no GPU here ({no_gpu}); name one with --gpu: {', '.join(gpus.names())}"
         )
-    names = (current.name,) if asked is None and current else asked or ()
+    names = (current.name,) if requested is None and current else requested or ()
     targets = []
     with library_errors_as_usage():
         present = _present_gpu(current)
@@ -231,12 +231,15 @@ def case_rows(target: Target, case: Case, measured: Measured | None) -> list[dic
     )
     again = 1.0
     if case.is_backward:
-        kernels = of_gradients.kernels_of(plan) if plan else of_gradients.usual_kernels(schedule)
-        again = of_gradients.recomputation(problem, kernels)
+        if plan:
+            kernels = backward_model.kernels_of(plan)
+        else:
+            kernels = backward_model.usual_kernels(schedule)
+        again = backward_model.recomputation(problem, kernels)
         traffic = {
-            _STANDARD: of_gradients.standard(problem),
-            _FUSED: of_gradients.fused(problem, kernels, case.mods),
-            _NO_CACHE: of_gradients.fused_without_cache(problem, kernels, case.mods),
+            _STANDARD: backward_model.standard(problem),
+            _FUSED: backward_model.fused(problem, kernels, case.mods),
+            _NO_CACHE: backward_model.fused_without_cache(problem, kernels, case.mods),
         }
     else:
         traffic = {

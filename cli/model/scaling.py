@@ -34,20 +34,18 @@ scaling_options = with_options(
     click.option(
         "--link",
         type=_RATE,
-        show_default=f"{_LINK:g}",
-        help="Bandwidth from a GPU to others of its host, in GB/s per direction.",
+        help="Bandwidth from a GPU to others of its host, in GB/s per direction; "
+        f"default: {_LINK:g}.",
     ),
     click.option(
         "--network",
         type=_RATE,
-        show_default=f"{_NETWORK:g}",
-        help="Bandwidth from a GPU to other hosts, in GB/s per direction.",
+        help=f"Bandwidth from a GPU to other hosts, in GB/s per direction; default: {_NETWORK:g}.",
     ),
     click.option(
         "--host-gpus",
         type=click.IntRange(1),
-        show_default=str(_HOST_GPUS),
-        help="Number of GPUs per host.",
+        help=f"Number of GPUs per host; default: {_HOST_GPUS}.",
     ),
     click.option(
         "--rate",
@@ -78,7 +76,7 @@ def split_scaling(options: dict[str, Any]) -> dict[str, Any]:
 
 def refuse(cases: Sequence[Case], scaling: Mapping[str, Any]) -> None:
     """Raise a usage error for cases that are not modelled."""
-    asked, most = scaling["head_ranks"], scaling["gpus"]
+    requested, most = scaling["head_ranks"], scaling["gpus"]
     for case in cases:
         others = dataclasses.replace(case.mods, window=Window())
         if not case.is_dense or case.seqlen_q != case.seqlen_k or others:
@@ -89,17 +87,17 @@ def refuse(cases: Sequence[Case], scaling: Mapping[str, Any]) -> None:
         if not case.flops():
             raise click.UsageError("--gpus distributes work; expected a case that has some")
         heads = case.heads_q, case.heads_kv
-        if asked is not None and (reason := why_not_head_ranks(asked, most, *heads)):
-            raise click.UsageError(f"--head-ranks is {asked}, which {reason}")
+        if requested is not None and (reason := why_not_head_ranks(requested, most, *heads)):
+            raise click.UsageError(f"--head-ranks is {requested}, which {reason}")
 
 
 def numbers_of_gpus(case: Case, scaling: Mapping[str, Any]) -> list[int]:
     """Return 1, 2, 4 and so on up to --gpus, without numbers that --head-ranks does not fit."""
-    asked, heads = scaling["head_ranks"], (case.heads_q, case.heads_kv)
+    requested, heads = scaling["head_ranks"], (case.heads_q, case.heads_kv)
     return [
         ranks
         for ranks in counts(scaling["gpus"])
-        if asked is None or not why_not_head_ranks(min(asked, ranks), ranks, *heads)
+        if requested is None or not why_not_head_ranks(min(requested, ranks), ranks, *heads)
     ]
 
 
@@ -114,11 +112,11 @@ def rows_of(
     links = Links(scaling["link"] * 1e9, scaling["network"] * 1e9, scaling["host_gpus"])
     rate = attainable if scaling["rate"] is None else scaling["rate"] * 1e12
     rows, alone = [], 0.0
-    asked = scaling["head_ranks"]
+    requested = scaling["head_ranks"]
     for ranks in numbers_of_gpus(case, scaling):
         advance(f"{ranks} GPUs")
         result = estimate(
-            *(case, ranks, None if asked is None else min(asked, ranks)),
+            *(case, ranks, None if requested is None else min(requested, ranks)),
             *(rate, gpu.hbm_bytes_per_second, links),
         )
         alone = alone or result.seconds

@@ -316,9 +316,9 @@ def streamed_rows(
     group = problem.heads_q // problem.heads_kv
     sections, rest = divmod(problem.batch * problem.heads_q, schedule.section_heads)
     rows = 0
-    for count, of_queries in ((sections, schedule.section_heads), (1, rest)):
-        of_keys = ceil_div(of_queries, group)
-        owners, streamed = (of_keys, of_queries) if keys_stay else (of_queries, of_keys)
+    for count, query_heads in ((sections, schedule.section_heads), (1, rest)):
+        key_heads = ceil_div(query_heads, group)
+        owners, streamed = (key_heads, query_heads) if keys_stay else (query_heads, key_heads)
         rows += count * streamed * _rows_of_a_head(problem, schedule, ranges, owners, streamed)
     return rows
 

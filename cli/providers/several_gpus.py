@@ -171,9 +171,9 @@ class SeveralGpus(Provider):
         if reason := self._ended or self.missing():
             return reason
         heads = case.heads_q, case.heads_kv
-        asked = self.head_ranks
-        if asked and (reason := why_not_head_ranks(asked, self.gpus, *heads)):
-            return f"--head-ranks is {asked}, which {reason}"
+        requested = self.head_ranks
+        if requested and (reason := why_not_head_ranks(requested, self.gpus, *heads)):
+            return f"--head-ranks is {requested}, which {reason}"
         if case.mods or case.q_offset is not None or case.layout != "bshd":
             return "on several GPUs, bench times attention without modifications, in bshd layout"
         if case.is_cached:

@@ -353,9 +353,9 @@ class Eager(TorchProvider):
         if reason := self.missing():
             return reason
         if not case.is_dense:
-            return "the plain formula here takes batches of equal length only"
+            return "this provider computes batches of equal length only"
         if case.mods:
-            return f"the plain formula here has no {case.mods}"
+            return f"this provider does not support {case.mods}"
         if case.causal and case.problem().q_offset < 0:
             return "a fully masked row gives NaN in the plain formula"
         return None

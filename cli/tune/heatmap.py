@@ -103,9 +103,9 @@ def _kind(reason: str) -> str:
 
 
 def _colour(share: float) -> tuple[int, int, int]:
-    place = min(max(share, 0.0), 1.0) * (len(_COLOURS) - 1)
-    low = min(int(place), len(_COLOURS) - 2)
-    part = place - low
+    position = min(max(share, 0.0), 1.0) * (len(_COLOURS) - 1)
+    low = min(int(position), len(_COLOURS) - 2)
+    part = position - low
     pairs = zip(_COLOURS[low], _COLOURS[low + 1], strict=True)
     red, green, blue = (round(a + part * (b - a)) for a, b in pairs)
     return red, green, blue

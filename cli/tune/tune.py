@@ -146,11 +146,12 @@ def tune(
 ) -> None:
     """Time every legal tile of a kernel family on the given shapes, and save the best.
 
-    Cases of one problem class are timed together. A tile is saved if it beats the family's default
-    by --min-gain percent; the dispatcher then uses it for that GPU and class, until the family's
-    sources change. Nothing is saved for cases with modifications or, without --force, on a machine
-    that others use. An interrupted sweep continues where it stopped. The exit code is 1 if a tile's
-    result fails its check, or if a tile is not saved because the machine was busy.
+    Options for shapes take lists: every combination becomes a case. Cases of one problem class are
+    timed together. A tile is saved if it beats the family's default by --min-gain percent; the
+    dispatcher then uses it for that GPU and class, until the family's sources change. Nothing is
+    saved for cases with modifications or, without --force, on a machine that is busy. An
+    interrupted sweep continues where it stopped. The exit code is 1 if a tile's result fails its
+    check, or if a tile is not saved because the machine was busy.
     """
     case_options = split_cases(options)
     if reporting:
@@ -178,7 +179,9 @@ def tune(
     device = None if on_cpu else _device(arch)
     are_modified = [group.is_modified for group in groups]
     if all(are_modified) and table:
-        raise click.UsageError(f"--table {table} would stay empty: {_NO_TABLE}")
+        raise click.UsageError(
+            f"--table {table} would receive no tile: {_NO_TABLE}; leave out --table"
+        )
     limits = Limits(br, bc, max_smem, max_spills, max_tiles)
     with library_errors_as_usage():
         # All sweeps are planned first, so that a wrong option shows before anything is compiled.
@@ -252,7 +255,7 @@ def _cases(
 ) -> list[Weighted]:
     """Return the cases of the preset, of the workload or of the options; see `split_cases`."""
     if preset and workload:
-        raise click.UsageError("--preset does not go with --workload: both define the cases")
+        raise click.UsageError("--preset cannot be combined with --workload: both define the cases")
     if preset and on_cpu:
         raise click.UsageError(f"--preset {preset} is for GPUs; leave --backend cpu out")
     if preset or workload:
@@ -293,12 +296,12 @@ def _that_fit(sweeps: Sequence[Sweep]) -> list[Sweep]:
     return [sweep for sweep, reason in zip(sweeps, reasons, strict=True) if not reason]
 
 
-def _refuse_given(ctx: click.Context, names: set[str], because: str) -> None:
+def _refuse_given(ctx: click.Context, names: set[str], other: str) -> None:
     """Raise a usage error if any of these parameters was given on the command line."""
     for parameter in ctx.command.params:
         name = parameter.name or ""
         if name in names and ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"{parameter.opts[0]} does not go with {because}")
+            raise click.UsageError(f"{parameter.opts[0]} cannot be combined with {other}")
 
 
 def _has_size(sweep: Sweep, br: tuple[int, ...] | None, bc: tuple[int, ...] | None) -> bool:
@@ -307,7 +310,7 @@ def _has_size(sweep: Sweep, br: tuple[int, ...] | None, bc: tuple[int, ...] | No
 
 
 def _no_such_size(everything: Sweep, br: tuple[int, ...] | None, bc: tuple[int, ...] | None) -> str:
-    """Return the sizes that were asked for and those that exist; Bc only for the given Br."""
+    """Return the requested sizes and those that exist; Bc only for the given Br."""
     tiles = [candidate.tile for candidate in everything.candidates]
     of_br = [tile for tile in tiles if not br or tile.Br in br]
     parts = []
@@ -316,8 +319,8 @@ def _no_such_size(everything: Sweep, br: tuple[int, ...] | None, bc: tuple[int, 
         ("--bc", bc, {tile.Bc for tile in of_br or tiles}),
     ):
         if given is not None and not sizes & set(given):
-            asked, known = (", ".join(map(str, sorted(n))) for n in (set(given), sizes))
-            parts.append(f"{option} {asked}: expected some of {known}")
+            requested, known = (", ".join(map(str, sorted(n))) for n in (set(given), sizes))
+            parts.append(f"{option} {requested}: expected some of {known}")
     with_br = f" with --br {', '.join(map(str, br))}" if br and of_br else ""
     return f"no tile of {everything.family} is that size; {'; '.join(parts)}{with_br}"
 

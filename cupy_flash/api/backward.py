@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from cupy_flash.calls import dispatch_backward
-from cupy_flash.calls.backward_arguments import GradientArguments
+from cupy_flash.calls.arguments import GradientArguments
 from cupy_flash.calls.options import Options
 from cupy_flash.problem.tile import TileRequest, freeze_tile
 from cupy_flash.problem.values import named_dtype

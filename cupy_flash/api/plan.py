@@ -16,8 +16,7 @@ from cupy_flash.api.dense import flash_attention, flash_attention_qkvpacked
 from cupy_flash.api.kvcache import flash_attention_with_kvcache
 from cupy_flash.api.varlen import flash_attention_varlen, has_key_positions
 from cupy_flash.calls import dispatch, dispatch_backward
-from cupy_flash.calls.arguments import Arguments, given_lengths
-from cupy_flash.calls.backward_arguments import GradientArguments
+from cupy_flash.calls.arguments import Arguments, GradientArguments, given_lengths
 from cupy_flash.calls.options import Options
 from cupy_flash.mods.keywords import require_known
 from cupy_flash.planning.planner import Plan

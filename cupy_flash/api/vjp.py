@@ -12,7 +12,7 @@ from cupy_flash.api.backward import (
 )
 from cupy_flash.api.dense import flash_attention, flash_attention_qkvpacked
 from cupy_flash.api.varlen import flash_attention_varlen
-from cupy_flash.calls.backward_arguments import require_grad_dtype
+from cupy_flash.calls.check.gradients import require_grad_dtype
 from cupy_flash.calls.dispatch_backward import wanted, wanted_of_qkv
 from cupy_flash.mods.keywords import require_known
 from cupy_flash.problem.tile import TileRequest

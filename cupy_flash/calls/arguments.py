@@ -1,4 +1,7 @@
-"""Record of the arrays of an attention call, common to all public functions, and its checks."""
+"""Records of the arrays of forward and backward calls, and their checks.
+
+Positions of their fields occur only in this module; other modules use names of fields, or `span`.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +140,80 @@ class Arguments(NamedTuple):
         return self._replace(q=q, k=k, v=v, qkv=None)
 
 
-_FIXED = len(Arguments._fields)
+class GradientArguments(NamedTuple):
+    """Arrays of a backward call under their public names; None for an absent array."""
+
+    # The arrays from q to lse are required; a plan needs only q, k and v.
+    q: Any = None
+    k: Any = None
+    v: Any = None
+    out: Any = None
+    dout: Any = None
+    lse: Any = None
+    dlse: Any = None
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    seqused_k: Any = None
+
+    def key_arrays(self, options: Options) -> tuple[Any, ...]:
+        """Return all arrays: backward calls of every kind have the same."""
+        return self
+
+    def written(self, options: Options) -> dict[str, Any]:
+        """Return the arrays that the gradients of q, k and v are written to."""
+        return {name: getattr(self, name) for name in WRITTEN_GRADIENTS}
+
+    def require_given(self, options: Options) -> None:
+        """Raise TypeError if an array that every backward call needs is None."""
+        require_arrays(self, _REQUIRED_FOR_GRADIENTS)
+
+    @property
+    def like(self) -> Any:
+        """Array that determines the array type of the results."""
+        return self.q
+
+    @property
+    def modification_arrays(self) -> tuple[Any, ...]:
+        """Arrays of modifications, which `append_arrays` has appended."""
+        return self[_FIXED_OF_GRADIENTS:]
+
+    @property
+    def forward(self) -> Arguments:
+        """Record of the arrays of the forward call."""
+        plain = Arguments(
+            q=self.q,
+            k=self.k,
+            v=self.v,
+            out=self.out,
+            cu_seqlens_q=self.cu_seqlens_q,
+            cu_seqlens_k=self.cu_seqlens_k,
+            seqused_k=self.seqused_k,
+        )
+        names = self._fields[_FIXED_OF_GRADIENTS:]
+        return append_arrays(plain, names, self.modification_arrays) if names else plain
+
+
+# Number of fields of each record without the arrays of modifications, which are appended.
+_FIXED, _FIXED_OF_GRADIENTS = len(Arguments._fields), len(GradientArguments._fields)
+
+
+def in_field_order(
+    inputs: tuple[Any, ...],
+    results: tuple[Any, ...],
+    gradients: tuple[Any, ...],
+    lengths: tuple[Any, ...],
+    absent: Any = None,
+) -> tuple[Any, ...]:
+    """Return values in the order of the fields of `GradientArguments`.
+
+    `inputs` are those of q, k and v, `results` those of out and lse, and `gradients` those of dout
+    and dlse. The value of dq, dk and dv is `absent`.
+    """
+    (out, lse), (dout, dlse) = results, gradients
+    return (*inputs, out, dout, lse, dlse, absent, absent, absent, *lengths)
 
 
 def call_arrays(arguments: Any) -> dict[str, Any]:
@@ -206,6 +282,8 @@ _REQUIRED = {
     "varlen": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
     "kvcache": ("q", "k_cache", "v_cache"),
 }
+_REQUIRED_FOR_GRADIENTS = ("q", "k", "v", "out", "dout", "lse")
+WRITTEN_GRADIENTS = ("dq", "dk", "dv")
 INT32 = frozenset(
     {
         "block_table",

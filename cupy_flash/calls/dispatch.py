@@ -23,6 +23,7 @@ from cupy_flash.arrays.torch_arrays import count_writes, is_torch_on_gpu
 from cupy_flash.calls.arguments import (
     FLOAT8_SCALES,
     IN_PLACE,
+    WRITTEN_GRADIENTS,
     Arguments,
     call_arrays,
     normalized,
@@ -30,18 +31,17 @@ from cupy_flash.calls.arguments import (
     with_modifications,
 )
 from cupy_flash.calls.backends import require_backend, require_gpu_backend
-from cupy_flash.calls.backward_arguments import WRITTEN
 from cupy_flash.calls.check.modifications import NO_USER_MODS, UserMods
 from cupy_flash.calls.check.partials import Partials, stacked
 from cupy_flash.calls.conversions import conversions
 from cupy_flash.calls.gpu import prepared_calls
 from cupy_flash.calls.gpu.allocate import as_tensor
+from cupy_flash.calls.gpu.combine import COMBINE
 from cupy_flash.calls.gpu.forward import ATTENTION
-from cupy_flash.calls.gpu.merge import MERGE
 from cupy_flash.calls.gpu.prepared_calls import Operation
 from cupy_flash.calls.gpu.sharded_append import APPEND, AppendedRows, CacheSharding
+from cupy_flash.calls.host import combine as host_combine
 from cupy_flash.calls.host import forward as host_forward
-from cupy_flash.calls.host import merge as host_merge
 from cupy_flash.calls.options import INTEGER_OR_NONE, Options, plain_options, with_offsets
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.gpu import compiler
@@ -63,7 +63,7 @@ class Computation(NamedTuple):
 
 
 _ATTENTION = Computation(ATTENTION, host_forward)
-_MERGE = Computation(MERGE, host_merge)
+_COMBINE = Computation(COMBINE, host_combine)
 
 
 def attention(
@@ -206,14 +206,15 @@ def _copy_scales_to_gpu(arguments: Arguments) -> Arguments:
 def combine(partials: Partials) -> tuple[Any, ...]:
     """Return the result of `cupy_flash.combine`: out and lse."""
     if is_cupy(partials.out_partial) and is_cupy(partials.lse_partial):
-        results: tuple[Any, ...] | None = prepared_calls.run(MERGE, partials, None, 0, True)
+        results: tuple[Any, ...] | None = prepared_calls.run(COMBINE, partials, None, 0, True)
         if results is not None:
             return results
     convert = None
-    require_arrays(partials, ("out_partial", "lse_partial"))
     if isinstance(partials.out_partial, (list, tuple)):
         partials, convert = stacked(partials)
-    return _compute(_MERGE, partials, None, convert=convert)
+    else:
+        require_arrays(partials, ("out_partial", "lse_partial"))
+    return _compute(_COMBINE, partials, None, convert=convert)
 
 
 def append(rows: AppendedRows, sharding: CacheSharding, keys: int) -> None:
@@ -290,7 +291,7 @@ def _as_copied(arguments: Any, options: Options) -> Any:
     copied = {
         name: unallocated_copy(array)
         for name, array in call_arrays(arguments).items()
-        if name not in (*IN_PLACE, *WRITTEN)
+        if name not in (*IN_PLACE, *WRITTEN_GRADIENTS)
         and not (
             is_readable_in_place(array) and (has_one_batch_stride(array) or not options.is_dense)
         )

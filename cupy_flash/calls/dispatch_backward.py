@@ -21,15 +21,13 @@ from cupy_flash.arrays.strided import (
 )
 from cupy_flash.arrays.torch_arrays import count_writes, is_any_tensor
 from cupy_flash.calls.arguments import (
+    GradientArguments,
     check_qkv,
     parts_of,
     require_arrays,
 )
 from cupy_flash.calls.backends import require_backend
-from cupy_flash.calls.backward_arguments import (
-    GradientArguments,
-    require_grad_dtype,
-)
+from cupy_flash.calls.check.gradients import require_grad_dtype
 from cupy_flash.calls.dispatch import Computation, as_planned, plan_of, run
 from cupy_flash.calls.gpu.backward import GRADIENTS
 from cupy_flash.calls.host import backward as host_backward

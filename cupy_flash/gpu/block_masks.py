@@ -325,7 +325,7 @@ class ReadyBlockMask:
 
     Attributes
     ----------
-    map
+    block_mask
         Block mask.
     address
         Address of its first array.
@@ -334,10 +334,10 @@ class ReadyBlockMask:
     """
 
     def __init__(
-        self, map: BlockMask, build_stream: _Stream | None = None, built: Any | None = None
+        self, block_mask: BlockMask, build_stream: _Stream | None = None, built: Any | None = None
     ) -> None:
-        self.map = map
-        self.address = map.address
+        self.block_mask = block_mask
+        self.address = block_mask.address
         self._build_stream, self._built = build_stream, built
         self.legacy_has_waited = False
 
@@ -516,7 +516,7 @@ def _build(
 
 
 def packed_params(
-    spec: BlockMaskSpec, mask: MaskSource, mods: np.ndarray, map: BlockMask, ranges: int
+    spec: BlockMaskSpec, mask: MaskSource, mods: np.ndarray, block_mask: BlockMask, ranges: int
 ) -> bytearray:
     """Return the argument struct of the kernels that build a block mask.
 
@@ -524,7 +524,7 @@ def packed_params(
     ----------
     spec, mask, mods
         Sizes and tile; source and arguments of the mask, see `build_mask`.
-    map
+    block_mask
         Block mask to build, whose memory is allocated.
     ranges
         Address of the scratch memory; 0 if there is none.
@@ -532,7 +532,7 @@ def packed_params(
     batches, heads = spec.maps(mask)
     left, right = spec.band
     record = np.zeros((), params_dtype(mods.dtype))
-    record["map"] = map.fields
+    record["map"] = block_mask.fields
     record["row_ranges"] = ranges
     record["key_ranges"] = ranges + Layout.of(spec, mask).key_ranges
     record["batches"], record["heads"] = batches, heads

@@ -59,10 +59,13 @@ class PackedStruct:
         layout = _layout(dtype, tuple(sources.items()), tuple(names))
         values = list(layout.zeros)
         for field, value in fixed.items():
-            place, parts = layout.fields[field]
+            index, parts = layout.fields[field]
             has_no_address = isinstance(value, tuple) and len(value) < parts
-            values[place] = (0, *value) if has_no_address else value
-        data = np.array(tuple(values), dtype).tobytes()
+            values[index] = (0, *value) if has_no_address else value
+        # The padding between fields stays zero, so that equal structs have equal bytes.
+        record = np.zeros((), dtype)
+        record[()] = tuple(values)
+        data = record.tobytes()
         self._pack_into, self._pick = layout.pack_into, layout.pick
         self._between = tuple([data[start:end] for start, end in layout.between])
 
@@ -103,14 +106,14 @@ def _layout(
 ) -> _Layout:
     assert dtype.names is not None
     fields = {
-        name: (place, len(dtype[name].fields or ())) for place, name in enumerate(dtype.names)
+        name: (index, len(dtype[name].fields or ())) for index, name in enumerate(dtype.names)
     }
     codes, end = "=", 0
     # Indices into the values, followed by the bytes between fields, in the order of the struct.
     order: list[int] = []
     between: list[tuple[int, int]] = []
-    places = {field: (*_field_offset(dtype, field), name) for field, name in sources}
-    for kind, start, name in sorted(places.values(), key=lambda place: place[1]):
+    changing_fields = {field: (*_field_offset(dtype, field), name) for field, name in sources}
+    for kind, start, name in sorted(changing_fields.values(), key=lambda field: field[1]):
         if start > end:
             codes += f"{start - end}s"
             order.append(len(names) + len(between))

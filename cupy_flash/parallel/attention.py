@@ -389,10 +389,10 @@ class _Call(NamedTuple):
     def _head_ranks(self, heads_q: int, heads_kv: int) -> int:
         if self.head_ranks is None:
             return chosen_head_ranks(self.group.size, heads_kv)
-        asked = integer("head_ranks", self.head_ranks)
-        if reason := why_not_head_ranks(asked, self.group.size, heads_q, heads_kv):
-            raise ValueError(f"head_ranks is {asked}, which {reason}")
-        return asked
+        requested = integer("head_ranks", self.head_ranks)
+        if reason := why_not_head_ranks(requested, self.group.size, heads_q, heads_kv):
+            raise ValueError(f"head_ranks is {requested}, which {reason}")
+        return requested
 
     def _cuts(self, batch: int, seqlen_q: int, seqlen_k: int) -> tuple[int, ...] | None:
         """Return the distinct boundaries of packed sequences; None if cu_seqlens is not given."""

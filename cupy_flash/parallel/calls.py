@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from cupy_flash.arrays.strided import array_module, dtype_name, require_float
 from cupy_flash.calls import dispatch, dispatch_backward
-from cupy_flash.calls.arguments import Arguments
-from cupy_flash.calls.backward_arguments import GradientArguments
+from cupy_flash.calls.arguments import Arguments, GradientArguments
 from cupy_flash.calls.options import Options
 from cupy_flash.parallel.score_blocks import Geometry, ScoreBlock
 from cupy_flash.problem.gradient import ROWS

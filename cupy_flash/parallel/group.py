@@ -192,11 +192,11 @@ class Group:
         if call in self._agreed:
             return plan
         digest = hashlib.sha256(repr(call).encode()).digest()
-        said = self._exchange_records(digest, repr(call))
-        for rank, (other, text) in enumerate(said):
+        received = self._exchange_records(digest, repr(call))
+        for rank, (other, text) in enumerate(received):
             if not any(other):
                 raise ParallelError(f"rank {rank} raised {text}")
-        for rank, (other, text) in enumerate(said):
+        for rank, (other, text) in enumerate(received):
             if other != digest:
                 raise ParallelError(
                     f"rank {rank} makes another call than rank {self.rank}: {text} and {call!r}"
@@ -211,18 +211,18 @@ class Group:
 
         Ends the group and raises ParallelError if a rank sends messages of a call instead.
         """
-        xp, room = self._exchange.xp, len(_MARK) + _DIGEST + _TEXT
-        record = (_MARK + digest + text.encode())[:room].ljust(room, b"\0")
+        xp, length = self._exchange.xp, len(_MARK) + _DIGEST + _TEXT
+        record = (_MARK + digest + text.encode())[:length].ljust(length, b"\0")
         with self._or_end():
             own = xp.asarray(np.frombuffer(record, np.uint8))
-            said = xp.zeros((self.size, room), np.uint8)
-            said[self.rank] = own
+            received = xp.zeros((self.size, length), np.uint8)
+            received[self.rank] = own
             others = [rank for rank in range(self.size) if rank != self.rank]
             self._exchange.start(
                 [Message(own, rank) for rank in others],
-                [Message(said[rank], rank) for rank in others],
+                [Message(received[rank], rank) for rank in others],
             ).finish()
-            rows = [row.tobytes() for row in (said if xp is np else said.get())]
+            rows = [row.tobytes() for row in (received if xp is np else received.get())]
         result = []
         for rank, row in enumerate(rows):
             if not row.startswith(_MARK):
@@ -231,8 +231,10 @@ class Group:
                     "ranks have made before"
                 )
                 self.check()
-            told = row[len(_MARK) :]
-            result.append((told[:_DIGEST], told[_DIGEST:].rstrip(b"\0").decode(errors="replace")))
+            payload = row[len(_MARK) :]
+            result.append(
+                (payload[:_DIGEST], payload[_DIGEST:].rstrip(b"\0").decode(errors="replace"))
+            )
         return result
 
 
@@ -263,9 +265,9 @@ class _Strided:
         self._put()
 
     def _put(self) -> None:
-        for (landed, _), place in zip(self._received, self._targets, strict=True):
-            if landed is not place:
-                place[...] = landed
+        for (buffer, _), target in zip(self._received, self._targets, strict=True):
+            if buffer is not target:
+                target[...] = buffer
         self._sent, self._received, self._targets = [], [], []
         self._open.remove(self)
 

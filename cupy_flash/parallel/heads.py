@@ -72,8 +72,8 @@ class HeadExchange(NamedTuple):
     @property
     def ring(self) -> Ring:
         """Ring of the ranks that hold the same heads as this rank."""
-        of_heads = self.group.rank % self.head_ranks
-        ranks = range(of_heads, self.group.size, self.head_ranks)
+        index = self.group.rank % self.head_ranks
+        ranks = range(index, self.group.size, self.head_ranks)
         return Ring(self.group, ranks, self.group.rank // self.head_ranks)
 
     @property
@@ -89,13 +89,13 @@ class HeadExchange(NamedTuple):
 
     def query_heads(self, rank: int) -> slice:
         """Return the query heads that a rank computes."""
-        place, each = rank % self.head_ranks, self.heads_q // self.head_ranks
-        return slice(place * each, (place + 1) * each)
+        index, count = rank % self.head_ranks, self.heads_q // self.head_ranks
+        return slice(index * count, (index + 1) * count)
 
     def key_heads(self, rank: int) -> slice:
         """Return the KV heads of a rank's query heads; several ranks may hold the same KV head."""
-        of_queries, shared_by = self.query_heads(rank), self.heads_q // self.heads_kv
-        return slice(of_queries.start // shared_by, -(-of_queries.stop // shared_by))
+        query_heads, group_size = self.query_heads(rank), self.heads_q // self.heads_kv
+        return slice(query_heads.start // group_size, -(-query_heads.stop // group_size))
 
     def to_heads(self, arrays: Sequence[tuple[Any, int, Callable[[int], slice]]]) -> list[Any]:
         """Exchange tokens for heads; return arrays of all neighbours' tokens and this rank's heads.
@@ -111,15 +111,15 @@ class HeadExchange(NamedTuple):
         rank, moves, result = self.group.rank, [], []
         for array, seqlen, heads_of in arrays:
             heads, xp = heads_of(rank), array_module(array)
-            places = self._places(seqlen)
-            tokens = sum(chunk.length for pair in places.values() for chunk in pair)
+            chunks = self._chunks_by_rank(seqlen)
+            tokens = sum(chunk.length for pair in chunks.values() for chunk in pair)
             width = heads.stop - heads.start
             whole = xp.empty((array.shape[0], tokens, width, array.shape[3]), array.dtype)
             result.append(whole)
-            for other, pair in places.items():
-                for half, place in zip(self._halves(seqlen, rank), pair, strict=True):
+            for other, pair in chunks.items():
+                for half, chunk in zip(self._halves(seqlen, rank), pair, strict=True):
                     source = array[:, _rows(half), heads_of(other)]
-                    moves.append((other, source, whole[:, _rows(place)]))
+                    moves.append((other, source, whole[:, _rows(chunk)]))
         self._exchange(moves)
         return result
 
@@ -141,17 +141,17 @@ class HeadExchange(NamedTuple):
         for array, seqlen, _, heads_of in arrays:
             xp, own = array_module(array), self._halves(seqlen, self.group.rank)
             tokens = sum(half.length for half in own)
-            for other, pair in self._places(seqlen).items():
+            for other, pair in self._chunks_by_rank(seqlen).items():
                 width = heads_of(other).stop - heads_of(other).start
                 part = xp.empty((array.shape[0], tokens, width, array.shape[3]), array.dtype)
                 parts.append(part)
-                for half, place in zip(own, pair, strict=True):
-                    moves.append((other, array[:, _rows(place)], part[:, _rows(half)]))
+                for half, chunk in zip(own, pair, strict=True):
+                    moves.append((other, array[:, _rows(chunk)], part[:, _rows(half)]))
         self._exchange(moves)
         result = []
         for _, _, heads, heads_of in arrays:
-            of_array, parts = parts[: self.head_ranks], parts[self.head_ranks :]
-            result.append(self._joined(of_array, heads, heads_of))
+            array_parts, parts = parts[: self.head_ranks], parts[self.head_ranks :]
+            result.append(self._joined(array_parts, heads, heads_of))
         return result
 
     def _exchange(self, moves: list[tuple[int, Any, Any]]) -> None:
@@ -182,15 +182,15 @@ class HeadExchange(NamedTuple):
     def _halves(self, seqlen: int, rank: int) -> tuple[Chunk, Chunk]:
         return halves(seqlen, self.group.size, rank, self.order)
 
-    def _places(self, seqlen: int) -> dict[int, tuple[Chunk, Chunk]]:
+    def _chunks_by_rank(self, seqlen: int) -> dict[int, tuple[Chunk, Chunk]]:
         """Return the two chunks of each neighbour, with `offset` relative to the tokens of all."""
-        of_ranks = {rank: self._halves(seqlen, rank) for rank in self.neighbours}
+        by_rank = {rank: self._halves(seqlen, rank) for rank in self.neighbours}
         in_order = sorted(
             (half.start, i, rank, half.length)
-            for rank, pair in of_ranks.items()
+            for rank, pair in by_rank.items()
             for i, half in enumerate(pair)
         )
-        result: dict[int, list[Chunk]] = {rank: [] for rank in of_ranks}
+        result: dict[int, list[Chunk]] = {rank: [] for rank in by_rank}
         offset = 0
         for start, _, rank, length in in_order:
             result[rank].append(Chunk(start, start + length, offset))

@@ -311,7 +311,9 @@ def _why_not_first(family: Family[Any], problem: Problem, device: Device) -> str
         return family.why_not_first(problem, device)
     if family.serves_any_rows or not family.automatic:
         return None
-    return "is for some numbers of query rows; batch-invariant calls use one family for all"
+    return (
+        "serves only some numbers of query rows, and batch-invariant calls use one family for all"
+    )
 
 
 def plan_tile(

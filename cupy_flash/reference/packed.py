@@ -314,13 +314,15 @@ def attention_with_kvcache_reference(
         window = window_of(modifications.get("window_size") or (None, None))
         is_local = causal or window != Window()
         advance = np.arange(seqlen_q) if is_local else np.zeros(seqlen_q, np.int64)
-        turn = functools.partial(rotated, cos=rotary_cos, sin=rotary_sin)
-        q = turn(q, positions=first + advance, interleaved=rotary_interleaved)
+        rotate = functools.partial(
+            rotated, cos=rotary_cos, sin=rotary_sin, interleaved=rotary_interleaved
+        )
+        q = rotate(q, positions=first + advance)
         for b, rows in enumerate(new_k):
             positions = first[b] + np.arange(len(rows))
-            turned = turn(rows[None], positions=positions[None], interleaved=rotary_interleaved)
+            rotated_k = rotate(rows[None], positions=positions[None])
             with np.errstate(all="ignore"):
-                new_k[b] = turned[0].astype(k.dtype)
+                new_k[b] = rotated_k[0].astype(k.dtype)
     k_cache, v_cache = (as_bytes(x).copy().view(x.dtype) for x in (k_cache, v_cache))
     is_quantized = dtype_name(k_cache) in LARGEST_QUANTIZED
     k_scale, v_scale = (

@@ -161,6 +161,7 @@ def test_lists_of_parts_are_merged_as_one_array_of_them(rng, dtype, kind):
         ([], [], ValueError, "at least one"),
         ([OUT], [LSE, LSE], ValueError, "out_partial has 1 parts and lse_partial 2"),
         ([OUT, OUT], np.stack([LSE, LSE]), TypeError, "pass two lists"),
+        ([OUT], None, TypeError, "pass two lists"),
         ([OUT, OUT[:, :2]], [LSE, LSE], ValueError, r"out_partial\[1\] has shape"),
         ([OUT, OUT], [LSE, LSE[..., :2]], ValueError, r"lse_partial\[1\] has shape"),
         ([OUT, OUT.astype(np.float16)], [LSE, LSE], TypeError, r"out_partial\[1\] has dtype"),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cupy_flash.calls.arguments import FIELDS, Arguments, span
-from cupy_flash.calls.backward_arguments import GradientArguments, in_field_order
+from cupy_flash.calls.arguments import FIELDS, Arguments, GradientArguments, in_field_order, span
 from cupy_flash.calls.gpu import torch_autograd
 from cupy_flash.calls.options import Options
 

@@ -14,7 +14,7 @@ import click
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from support import commands
+from support.cli import commands
 from support.compilers import needs_compiler
 
 from cupy_flash.cli.cases.cases import Case

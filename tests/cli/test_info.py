@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import commands
+from support.cli import commands
 from support.gpu import fake_cupy
 
 from cupy_flash.cli.cases.cases import Case
@@ -23,39 +23,39 @@ def info() -> str:
     return commands.run("info").stdout
 
 
-def facts_of() -> dict[str, Any]:
+def info_json() -> dict[str, Any]:
     return json.loads(commands.run("info", "--json").stdout)
 
 
 def test_json_tells_versions_places_families_and_providers() -> None:
-    facts = facts_of()
+    found = info_json()
 
-    assert {"cupy_flash", "numpy", "python"} <= set(facts["versions"])
-    assert {"kernel_cache", "tuned_table", "prebuilt_kernels"} <= set(facts["places"])
+    assert {"cupy_flash", "numpy", "python"} <= set(found["versions"])
+    assert {"kernel_cache", "tuned_table", "prebuilt_kernels"} <= set(found["places"])
     backward = {f"{name} backward" for name in FAMILIES["backward"]}
-    assert set(facts["families"]) == set(FORWARD) | backward
-    assert set(facts["providers"]) == set(names())
-    assert facts["gpu_unavailable"] == gpu_unavailable()
-    assert bool(facts["gpus"]) == (gpu_unavailable() is None)
+    assert set(found["families"]) == set(FORWARD) | backward
+    assert set(found["providers"]) == set(names())
+    assert found["gpu_unavailable"] == gpu_unavailable()
+    assert bool(found["gpus"]) == (gpu_unavailable() is None)
 
 
 def test_every_family_says_what_it_serves_here_or_why_not() -> None:
-    for family in facts_of()["families"].values():
+    for family in info_json()["families"].values():
         assert family["dtypes"] or family["why_not"]
 
 
 def test_the_cpu_backend_can_be_used_anywhere() -> None:
-    facts = facts_of()
+    found = info_json()
 
-    assert facts["providers"]["cupy_flash-cpu"] is None
-    assert facts["providers"]["numpy-naive"] is None
+    assert found["providers"]["cupy_flash-cpu"] is None
+    assert found["providers"]["numpy-naive"] is None
 
 
 def test_the_places_follow_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "one.sm_90.cubin").write_bytes(b"")
     monkeypatch.setenv(CUBINS_VARIABLE, str(tmp_path))
     monkeypatch.setenv(tuning.HOME_VARIABLE, str(tmp_path / "home"))
-    places = facts_of()["places"]
+    places = info_json()["places"]
 
     assert (places["prebuilt_kernels"], places["prebuilt_count"]) == (str(tmp_path), 1)
     assert places["tuned_table"] == str(tmp_path / "home" / "tuned.json")
@@ -80,7 +80,7 @@ def test_on_a_gpu_each_family_names_the_dtypes_that_it_serves_there_and_why_not_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fake_cupy.install(monkeypatch)
-    families = facts_of()["families"]
+    families = info_json()["families"]
 
     for name, family in FORWARD.items():
         for dtype in DTYPES:

@@ -13,8 +13,8 @@ from typing import Any
 import click
 import pytest
 from click.testing import Result
-from support import commands
-from support.bench_records import row, write
+from support.cli import commands
+from support.cli.bench_records import row, write
 from support.compilers import needs_compiler
 
 from cupy_flash.cli.build import kernel_sets

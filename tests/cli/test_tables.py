@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from support import commands
+from support.cli import commands
 
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cpu import sources

@@ -469,19 +469,19 @@ def test_a_tile_too_large_for_scratch_is_refused(rng: Any) -> None:
 
 def test_an_item_waits_until_those_before_it_have_passed() -> None:
     stop = Stop()
-    turns = OrderedSum(stop)
+    ordered_sum = OrderedSum(stop)
     first, second, other = Ticket(0, "a"), Ticket(1, "a"), Ticket(2, "b")
-    for turn in (first, second, other):
-        turns.enter(turn)
-    assert turns.wait(first, 10)
-    assert turns.wait(other, 10)
-    turns.release(first, 10)
-    assert turns.wait(second, 10)
+    for ticket in (first, second, other):
+        ordered_sum.enter(ticket)
+    assert ordered_sum.wait(first, 10)
+    assert ordered_sum.wait(other, 10)
+    ordered_sum.release(first, 10)
+    assert ordered_sum.wait(second, 10)
     stop.requested = True
-    assert not turns.wait(second, 11)
+    assert not ordered_sum.wait(second, 11)
     added: list[int] = []
-    for turn in (other, second, first):
-        turns.finish(turn, lambda n=turn.number: added.append(n))
+    for ticket in (other, second, first):
+        ordered_sum.finish(ticket, lambda n=ticket.number: added.append(n))
     assert added == [0, 1, 2]
 
 

@@ -453,7 +453,7 @@ def test_rows_whose_first_tiles_are_hidden_are_right(kind, rng):
                 assert np.isfinite(out[: call.starts_q[-1]]).all()
 
 
-def test_keys_outside_of_all_windows_are_not_visited(rng):
+def test_keys_outside_of_all_windows_are_not_processed(rng):
     for kind in ("dense", "kvcache", "paged"):
         call = Call(kind, rng, seqlen_q=3, seqlen_k=90, same_length=True)
         # The query rows are at positions 87 to 89.
@@ -746,7 +746,7 @@ def test_batch_invariant_bits_do_not_depend_on_chunks(dtype, rng):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
-def test_long_pieces_are_cut_without_changing_a_bit(dtype, rng, monkeypatch):
+def test_long_work_items_are_cut_without_changing_a_bit(dtype, rng, monkeypatch):
     for kind in ("varlen", "kvcache"):
         call = Call(kind, rng, dtype, heads=(4, 2), same_length=True)
         names = ["bias", "mask", "alibi_slopes", "sinks", "tree_mask", "score_mod", "mask_mod"]

@@ -543,7 +543,7 @@ def test_batch_invariance_takes_another_way_than_the_default_one():
     assert out.tobytes() != invariant.tobytes()
 
 
-def test_long_pieces_are_cut_without_changing_a_bit(monkeypatch):
+def test_long_work_items_are_cut_without_changing_a_bit(monkeypatch):
     problem = VarlenCase((301, 40), (313, 80), causal=True, heads_q=6).problem()
     whole = run_varlen(problem.arguments(), batch_invariant=True)
     monkeypatch.setattr(varlen, "MAX_PAIRS_PER_ITEM", 0)

@@ -218,7 +218,7 @@ def test_few_keys_of_several_heads_are_for_few_warps(heads_kv, batch, seqlen_k, 
     # At batch 2, keys and values take 64 MiB.
     [(2, 8, 2), (3, 4, 3)],
 )
-def test_clusters_are_smaller_where_many_rows_leave_no_place_for_keys_on_their_way(
+def test_clusters_are_smaller_where_many_rows_leave_no_space_for_keys_in_flight(
     batch, cluster, stages
 ):
     tile = default_tile(problem(heads_kv=8, rows=16, group=16, batch=batch))
@@ -408,7 +408,7 @@ def test_legal_tiles_fit_the_gpu_as_often_as_they_say(arch, layout):
     ("head_dim", "head_dim_v", "columns"), [(128, 128, (128, 128)), (33, 72, (48, 80))]
 )
 @pytest.mark.parametrize("rows", [4, 32])
-def test_shared_memory_is_a_ring_for_each_warp_and_a_place_for_each_result_of_a_cluster(
+def test_shared_memory_is_a_ring_for_each_warp_and_a_slot_for_each_result_of_a_cluster(
     head_dim, head_dim_v, columns, rows
 ):
     case = problem(rows=rows, head_dim=head_dim, head_dim_v=head_dim_v)
@@ -443,11 +443,11 @@ def planned(case: Problem, tile: DecodeTile, device: Device = h100) -> tuple[int
     launched = tile if schedule.split == EVEN else replace(tile, cluster=0)
     assert launch.shared_memory == decode.shared_memory(case, launched)
     # A slot holds the whole result of a row tile or, from each block of a cluster, some columns.
-    columns, pieces = -(-case.head_dim_v // 16) * 16, max(1, launched.cluster)
-    piece = -(-columns // (4 * pieces)) * 4
-    slot = tile.Br * max(columns + 8, pieces * (piece + 4)) * 4
-    assert schedule.workspace % slot == schedule.counters % pieces == 0
-    slots, counters = schedule.workspace // slot, schedule.counters // pieces
+    columns, slices = -(-case.head_dim_v // 16) * 16, max(1, launched.cluster)
+    slice_columns = -(-columns // (4 * slices)) * 4
+    slot = tile.Br * max(columns + 8, slices * (slice_columns + 4)) * 4
+    assert schedule.workspace % slot == schedule.counters % slices == 0
+    slots, counters = schedule.workspace // slot, schedule.counters // slices
     return math.prod(launch.grid), slots, counters, schedule.split
 
 
@@ -581,7 +581,7 @@ def test_a_workspace_is_there_for_all_slots_that_blocks_may_use_on_any_gpu():
         assert slots == counters == (0 if alone else clusters)
 
 
-# ---- Wide heads, whose columns are distributed over the warps of a team
+# ---- Wide heads, whose columns are distributed over the warps that share a row
 
 WIDE = DecodeTile(16, 16, warps=8, stages=4, min_blocks=1)
 
@@ -592,13 +592,13 @@ def latent(**more: Any) -> Problem:
     return problem(**{**sizes, "values_in_keys": True, **more})
 
 
-def test_heads_of_more_than_256_columns_belong_to_teams_of_four_warps():
-    for dims, team in (((256, 256), 1), ((257, 8), 4), ((8, 257), 4), ((576, 512), 4)):
+def test_heads_of_more_than_256_columns_are_shared_by_four_column_warps():
+    for dims, column_warps in (((256, 256), 1), ((257, 8), 4), ((8, 257), 4), ((576, 512), 4)):
         case = problem(head_dim=dims[0], head_dim_v=dims[1])
-        assert decode.config(case, WIDE, EVEN)["column_warps"] == team
+        assert decode.config(case, WIDE, EVEN)["column_warps"] == column_warps
 
 
-def test_teams_have_whole_numbers_of_warps_and_16_rows():
+def test_warps_are_a_multiple_of_the_column_warps_and_share_16_rows():
     case = latent()
     assert decode.why_not_tile(case, h100, WIDE) is None
     reason = decode.why_not_tile(case, h100, replace(WIDE, warps=6))
@@ -610,7 +610,8 @@ def test_teams_have_whole_numbers_of_warps_and_16_rows():
 
 def test_a_ring_holds_values_that_are_columns_of_their_keys_once():
     in_keys, apart = latent(), latent(values_in_keys=False)
-    # Both teams have four stages of 16 keys with 576 columns; each warp has two score buffers.
+    # Both groups of column warps have four stages of 16 keys with 576 columns, and each warp has
+    # two score buffers.
     rings, scores = 2 * 4 * 16 * 576 * 2, 8 * 2 * 16 * 16 * 4
     assert decode.shared_memory(in_keys, WIDE) == rings + scores + 160
     tile = replace(WIDE, stages=2)
@@ -628,13 +629,13 @@ def test_wide_heads_are_served_from_sm_80_on(dims):
             assert decode.why_not_tile(case, device, default_tile(case, device)) is None
 
 
-def test_a_unit_of_keys_is_a_tile_of_each_team():
+def test_a_unit_of_keys_is_a_tile_of_each_group_of_column_warps():
     case = latent(batch=1, seqlen_k=320)
     # The 320 keys are 10 units of two tiles.
     assert launch_of(case, WIDE).grid == (1, 1, 10)
 
 
-def test_default_tiles_of_wide_heads_have_two_teams_on_an_sm():
+def test_default_tiles_of_wide_heads_have_two_groups_of_column_warps_on_an_sm():
     together, apart = DecodeTile(16, 32, 8, 2, 1), DecodeTile(16, 32, 4, 2, 2)
     assert default_tile(latent()) == together
     assert default_tile(latent(values_in_keys=False)).warps == 8

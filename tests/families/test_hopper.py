@@ -204,8 +204,8 @@ def test_packed_and_cached_sequences_are_its_own_but_not_pages_nor_shares_of_the
         (HopperTile(128, 128, stages=1), "stages is 1; expected at least 2"),
         (HopperTile(128, 128, q_stages=0), "q_stages is 0; expected 1 or 2"),
         (HopperTile(128, 128, q_stages=3), "q_stages is 3; expected 1 or 2"),
-        (HopperTile(128, 128, turns=2), "turns is 2; expected 0, or 1 if Br is above 64"),
-        (HopperTile(64, 128, turns=1), "turns is 1; expected 0, or 1 if Br is above 64"),
+        (HopperTile(128, 128, turns=2), "turns (ping-pong order) is 2; expected 0, or 1 if"),
+        (HopperTile(64, 128, turns=1), "turns (ping-pong order) is 1; expected 0, or 1 if"),
         (HopperTile(128, 64, q_steps=9), "q_steps is 9; expected at most 8"),
         (HopperTile(128, 128, stages=7), "KiB of shared memory; sm_90 has 227 KiB per block"),
         (HopperTile(128, 240), "registers"),
@@ -272,14 +272,14 @@ def test_the_search_fills_shared_memory_with_stages(case):
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v", "columns"), [(128, 128, 128), (64, 96, 96), (40, 40, 64), (8, 8, 32)]
 )
-def test_shared_memory_is_query_tiles_a_ring_barriers_and_visits(head_dim, head_dim_v, columns):
+def test_shared_memory_is_query_tiles_a_ring_barriers_and_work_tiles(head_dim, head_dim_v, columns):
     case = problem(head_dim=head_dim, head_dim_v=head_dim_v)
     queries = 128 * -(-head_dim // 32) * 32 * 2
     for stages, q_stages in ((2, 1), (5, 2)):
         tile = HopperTile(128, 80, stages=stages, q_stages=q_stages)
-        barriers, visits = 16 * (stages + q_stages), 32 * (q_stages + 2)
+        barriers, work_tiles = 16 * (stages + q_stages), 32 * (q_stages + 2)
         ring = q_stages * queries + stages * 80 * columns * 2
-        assert hopper.shared_memory(case, tile) == ring + barriers + visits
+        assert hopper.shared_memory(case, tile) == ring + barriers + work_tiles
 
 
 @pytest.mark.parametrize(
@@ -297,11 +297,11 @@ def test_blocks_of_a_pair_have_half_of_the_columns_and_two_tiles_of_scores_to_re
 
 
 @pytest.mark.parametrize(("stages", "q_stages"), [(2, 1), (5, 2)])
-def test_sequences_take_visits_ahead_with_their_places_and_notes_of_last_values(stages, q_stages):
+def test_varlen_fetches_work_tiles_ahead_and_stores_their_sequences_and_tails(stages, q_stages):
     tile = HopperTile(128, 80, stages=stages, q_stages=q_stages)
     more = hopper.shared_memory(packed(problem()), tile) - hopper.shared_memory(problem(), tile)
-    places, visits, barriers, tails = 24 * (q_stages + 4), 2 * 32, 2 * 8, (stages + 1) * (8 + 8)
-    assert more == places + visits + barriers + tails
+    views, work_tiles, barriers, tails = 24 * (q_stages + 4), 2 * 32, 2 * 8, (stages + 1) * (8 + 8)
+    assert more == views + work_tiles + barriers + tails
 
 
 @pytest.mark.parametrize(

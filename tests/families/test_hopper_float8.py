@@ -118,7 +118,7 @@ def test_shares_of_the_output_are_as_wide_as_a_block_of_keys_or_half():
     assert "registers" in (reason or "")
 
 
-def test_scales_lie_behind_the_params():
+def test_scales_lie_after_the_params():
     fields = params_dtype(problem()).fields
     assert fields is not None
     assert list(fields)[-3:] == ["q_scale", "k_scale", "v_scale"]

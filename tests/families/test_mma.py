@@ -232,7 +232,7 @@ def test_eight_neighbouring_chunks_that_a_copy_writes_lie_in_eight_bank_groups(c
 
 
 @pytest.mark.parametrize("chunks", WIDTHS)
-def test_every_chunk_of_a_tile_has_a_place_of_its_own(chunks):
+def test_every_chunk_of_a_tile_has_a_slot_of_its_own(chunks):
     layout = SwizzledRows(chunks)
     offsets = [layout.offset(row, chunk) for row in range(32) for chunk in range(chunks)]
     assert sorted(offsets) == list(range(0, 32 * chunks * 16, 16))

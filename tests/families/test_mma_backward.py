@@ -79,7 +79,7 @@ def test_scores_may_have_any_slope(dtype: str, changes_slope: bool) -> None:
         ("bfloat16", {"changes_slope": True, "sinks": True}, 0),
     ],
 )
-def test_float32_needs_place_for_units_that_slopes_and_sinks_make_warps_find(
+def test_float32_needs_space_for_units_that_slopes_and_sinks_make_warps_find(
     dtype: str, changes: dict[str, bool], units: int
 ) -> None:
     # The warps divide the tile into 8 parts of the keys by 8 of the queries.
@@ -98,17 +98,17 @@ def test_tiles_of_float32_are_made_into_images_first() -> None:
     assert entries("float32") == [ROW_TERMS, PRESWIZZLED_TILES, KEY_GRADIENTS, QUERY_GRADIENTS]
 
 
-def test_images_take_as_much_of_the_workspace_as_whole_tiles_of_the_inputs() -> None:
+def test_preswizzled_tiles_take_as_much_of_the_workspace_as_whole_tiles_of_the_inputs() -> None:
     def workspace(dtype: str, **sizes: int) -> int:
         return mma.schedule(problem(dtype, **sizes), h200, TILE).workspace
 
     # Queries: 2 x 8 heads of 25 tiles with 32 rows, which have 8 bytes of statistics each. Keys:
     # 2 x 4 heads of 6 tiles with 128 keys. The scales after each tile take 128 bytes.
-    images = 2 * 8 * 25 * (32 * (512 + 8) + 128) + 2 * 4 * 6 * (128 * 512 + 128)
-    assert workspace("float32") - workspace("bfloat16") == images
+    preswizzled_tiles = 2 * 8 * 25 * (32 * (512 + 8) + 128) + 2 * 4 * 6 * (128 * 512 + 128)
+    assert workspace("float32") - workspace("bfloat16") == preswizzled_tiles
 
 
-def test_a_tile_of_float32_takes_the_shared_memory_of_its_images_and_of_pairs() -> None:
+def test_a_tile_of_float32_takes_the_shared_memory_of_its_preswizzled_tiles_and_of_pairs() -> None:
     keys, pairs, stage = 128 * 512 + 128, 128 * 32 * 4, 32 * (512 + 8) + 128
     assert mma.shared_memory(problem(), TILE) == keys + pairs + 2 * stage
     keys, pairs, stage = 128 * 256, 128 * 32 * 2, 32 * (256 + 8)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.mods.block_mask_cuda import check_map, compiled_masks, launched, map_of
+from support.mods.block_mask_cuda import check_map, compiled_masks, launched, map_of, random_spec
 
 from cupy_flash.calls.gpu import block_masks as calls_block_masks
 from cupy_flash.calls.gpu.block_masks import mask_text, packed_captures, ready_block_mask
@@ -34,6 +34,8 @@ from cupy_flash.problem.problem import MAX_SEQLEN
 SEED = np.random.default_rng(5)
 KERNELS = ("find_ranges", "build_block_map", "order_tiles")
 BATCH, HEADS = 2, 3
+# Rows of a part, keys of a block, and bounds of offsets and windows, see `random_spec`.
+SMALL = (8, 16, 24, 64, 64, 100), (8, 16, 80, 128, 160, 272), 100, 150
 DOCUMENTS = np.sort(SEED.integers(0, 6, (BATCH, 260)).astype(np.int32))
 
 # Masks that are decided by bounds alone, by captured values of rows or keys, or pair by pair.
@@ -57,30 +59,7 @@ MASKS = {
 }
 
 
-def random_spec(rng: np.random.Generator) -> BlockMaskSpec:
-    """Return a spec of few blocks, some of them ragged, with random offset and window."""
-
-    def maybe(bound: int) -> int | None:
-        return None if rng.integers(2) else int(rng.integers(0, bound))
-
-    seqlen_q, seqlen_k = (int(n) for n in rng.integers(1, 260, 2))
-    parts = int(rng.choice([1, 2, 3]))
-    return BlockMaskSpec(
-        Br=parts * int(rng.choice([8, 16, 24, 64, 64, 100])),
-        Bc=int(rng.choice([8, 16, 80, 128, 160, 272])),
-        batch=BATCH,
-        heads_q=HEADS,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        q_offset=int(rng.choice([0, seqlen_k - seqlen_q, rng.integers(-50, 100)])),
-        causal=bool(rng.integers(2)),
-        left=maybe(150),
-        right=maybe(150),
-        parts=parts,
-    )
-
-
-# ---- Maps that the kernels build
+# ---- Block masks that the kernels build
 
 
 @pytest.fixture(scope="module")
@@ -90,11 +69,11 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_a_map_says_of_every_block_what_its_pairs_say(name, hosts, rng) -> None:
+def test_a_block_mask_says_of_every_block_what_its_pairs_say(name, hosts, rng) -> None:
     text = mask_text(MASKS[name], "float32")
     for _ in range(4):
-        spec = random_spec(rng)
-        # pytest shows this line if the map is wrong.
+        spec = random_spec(rng, (BATCH, HEADS, 260), *SMALL)
+        # pytest shows this line if the block mask is wrong.
         print(spec)
         check_map(hosts[name].build(spec), MASKS[name], spec, spec.maps(text))
 
@@ -104,7 +83,9 @@ def test_a_map_says_of_every_block_what_its_pairs_say(name, hosts, rng) -> None:
 @pytest.mark.parametrize("name", MASKS)
 def test_positions_may_be_as_far_apart_as_problems_have_them(name, q_offset, hosts, rng) -> None:
     for left, right in ((None, None), (2**30, None), (None, 2**30)):
-        spec = random_spec(rng)._replace(q_offset=q_offset, left=left, right=right)
+        spec = random_spec(rng, (BATCH, HEADS, 260), *SMALL)._replace(
+            q_offset=q_offset, left=left, right=right
+        )
         print(spec)
         maps = spec.maps(mask_text(MASKS[name], "float32"))
         check_map(hosts[name].build(spec), MASKS[name], spec, maps)
@@ -116,7 +97,7 @@ def test_of_more_than_32_key_blocks_every_word_is_filled_in(hosts) -> None:
     assert spec.words == 3
 
 
-def test_kernels_read_of_a_map_what_was_written_to_it(hosts, rng) -> None:
+def test_kernels_read_of_a_block_mask_what_was_written_to_it(hosts, rng) -> None:
     batches, heads, tiles, blocks = 2, 3, 4, 75
     bits = rng.random((2, batches, heads, tiles, 2, 96)) < rng.choice([0.02, 0.5])
     bits[..., blocks:] = False
@@ -124,25 +105,26 @@ def test_kernels_read_of_a_map_what_was_written_to_it(hosts, rng) -> None:
     order = rng.integers(0, tiles, (batches, heads, tiles, 4), np.int32)
     slots = int(rng.integers(0, 6))
     partial = (bits[0] & ~bits[1])[..., ::-1].cumsum(-1)[..., ::-1]
-    behind = np.minimum(slots, partial[..., 32::32])
-    behind = np.append(behind, np.zeros_like(behind[..., :1]), axis=-1).astype(np.uint8)
-    parts = [words[0], words[1], behind, order]
+    stored = np.minimum(slots, partial[..., 32::32])  # after each word of 32 blocks
+    stored = np.append(stored, np.zeros_like(stored[..., :1]), axis=-1).astype(np.uint8)
+    parts = [words[0], words[1], stored, order]
     memory = np.concatenate([np.ascontiguousarray(x).view(np.uint8).ravel() for x in parts])
     ends = np.cumsum([part.nbytes for part in parts])
     strides = heads * tiles, tiles
-    map = np.array((memory.ctypes.data, *ends, *strides, 3, blocks, slots, 0), BLOCK_MASK_DTYPE)
+    fields = (memory.ctypes.data, *ends, *strides, 3, blocks, slots, 0)
+    block_mask = np.array(fields, BLOCK_MASK_DTYPE)
     for b, h, t in np.ndindex(batches, heads, tiles):
-        visited, full = bits[:, b, h, t, :, :blocks] * np.array([[1], [2]])
-        told = hosts["window"].read(map, b, h, t)
+        nonempty, full = bits[:, b, h, t, :, :blocks] * np.array([[1], [2]])
+        told = hosts["window"].read(block_mask, b, h, t)
         assert told[0] == order[b, h, t, 0]
         assert told[-1] == -1
-        any_part = visited.any(0)
+        any_part = nonempty.any(0)
         before = np.maximum.accumulate(np.where(any_part, np.arange(blocks), -1))
         after = np.minimum.accumulate(np.where(any_part, np.arange(blocks), blocks)[::-1])[::-1]
         # Partial blocks among the last `slots` ones have a slot, counted from 1.
-        slot = np.where((visited > 0) & (full == 0), partial[b, h, t, :, :blocks], 0)
+        slot = np.where((nonempty > 0) & (full == 0), partial[b, h, t, :, :blocks], 0)
         slot[slot > slots] = 0
-        expected = [visited.sum(0), full.sum(0), before, after, *slot]
+        expected = [nonempty.sum(0), full.sum(0), before, after, *slot]
         np.testing.assert_array_equal(told[1:-1].reshape(-1, 6).T, expected)
 
 
@@ -202,8 +184,8 @@ def test_packing_fills_every_field() -> None:
     text = mask_text(mod, "float32")
     mods = packed_captures(mod, "float32")
     layout = Layout.of(spec, text)
-    map = BlockMask(1, layout, 4, 5, 6, 7, None)
-    packed = packed_params(spec, text, mods, map, 0x1000)
+    block_mask = BlockMask(1, layout, 4, 5, 6, 7, None)
+    packed = packed_params(spec, text, mods, block_mask, 0x1000)
     (record,) = np.frombuffer(bytes(packed), params_dtype(mods.dtype))
     places = layout.full, layout.slots_after, layout.tiles, layout.visible_pairs
     assert tuple(record["map"]) == (1, *places, 6, 7, 4, 5, layout.slots, 0)
@@ -222,7 +204,7 @@ def test_packing_fills_every_field() -> None:
 # ---- Memory
 
 
-def test_the_map_of_a_million_tokens_takes_72_mb() -> None:
+def test_the_block_mask_of_a_million_tokens_takes_72_mb() -> None:
     spec = BlockMaskSpec(128, 128, 1, 32, 2**20, 2**20, causal=True, parts=2)
     text = mask_text(MaskMod(lambda i, j, doc: doc[i] == doc[j], doc=np.zeros(9, np.int32)), "any")
     layout = Layout.of(spec, text)
@@ -233,7 +215,7 @@ def test_the_map_of_a_million_tokens_takes_72_mb() -> None:
     assert layout.scratch == (16384 + 8192) * 24
 
 
-def test_sequences_and_heads_have_maps_of_their_own_only_where_the_mask_names_them() -> None:
+def test_sequences_and_heads_have_block_masks_of_their_own_only_where_the_mask_names_them() -> None:
     spec = BlockMaskSpec(64, 64, 2, 3, 100, 100)
     shapes = {name: spec.maps(mask_text(MASKS[name], "float32")) for name in MASKS}
     assert shapes["window"] == (1, 1)
@@ -337,14 +319,16 @@ def documents(values: int = 0) -> MaskMod:
     return MaskMod(lambda i, j, doc: doc[i] == doc[j], doc=np.full(100, values, np.int32))
 
 
-def test_a_map_is_built_once_for_the_same_facts(cuda: FakeCuda) -> None:
+def test_a_block_mask_is_built_once_for_the_same_array_keys(cuda: FakeCuda) -> None:
     mod = documents()
-    maps = [map_of(mod, BlockMaskSpec(64, 64, 2, 3, 100, 100), "float16").map for _ in range(3)]
+    maps = [
+        map_of(mod, BlockMaskSpec(64, 64, 2, 3, 100, 100), "float16").block_mask for _ in range(3)
+    ]
     assert cuda.builds == 1
     assert maps[0] is maps[1] is maps[2]
 
 
-def test_other_facts_take_other_maps(cuda: FakeCuda) -> None:
+def test_other_array_keys_take_other_block_masks(cuda: FakeCuda) -> None:
     mod = documents()
     changes = (
         *(("Br", 32), ("Bc", 32), ("batch", 3), ("heads_q", 4), ("seqlen_q", 9)),
@@ -359,14 +343,14 @@ def test_other_facts_take_other_maps(cuda: FakeCuda) -> None:
     assert cuda.builds == len(specs) + 2
 
 
-def test_equal_masks_with_other_values_do_not_share_a_map(cuda: FakeCuda) -> None:
+def test_equal_masks_with_other_values_do_not_share_a_block_mask(cuda: FakeCuda) -> None:
     one, other = documents(0), documents(1)
     assert one.traced is other.traced
-    assert map_of(one, SPEC, "float16").map is not map_of(other, SPEC, "float16").map
+    assert map_of(one, SPEC, "float16").block_mask is not map_of(other, SPEC, "float16").block_mask
     assert cuda.builds == 2
 
 
-def test_refresh_forgets_the_maps_of_that_mask_alone(cuda: FakeCuda) -> None:
+def test_refresh_forgets_the_block_masks_of_that_mask_alone(cuda: FakeCuda) -> None:
     one, other = documents(), documents()
     for _ in range(2):
         map_of(one, SPEC, "float16")
@@ -381,7 +365,7 @@ def test_a_mask_is_kept_by_nothing_but_its_user(cuda: FakeCuda) -> None:
     import weakref
 
     mod = documents()
-    gone = weakref.ref(map_of(mod, SPEC, "float16").map)
+    gone = weakref.ref(map_of(mod, SPEC, "float16").block_mask)
     del mod
     gc.collect()
     assert gone() is None
@@ -394,7 +378,7 @@ def test_each_stream_waits_for_the_kernels_that_build_what_it_reads(cuda: FakeCu
     assert built_on != 0xA0
     names = [what[0] for what in cuda.done]
     assert names == ["record", "wait", *KERNELS, "record", "wait"]
-    # The build waits for its inputs, from the current stream, which then waits for the map.
+    # The build waits for its inputs, from the current stream, which then waits for the block mask.
     (_, before, of_current), (_, waiting, event) = cuda.done[:2]
     assert (of_current, waiting, event) == (0xA0, built_on, before)
     (_, built, of_maps), (_, reader, awaited) = cuda.done[-2:]
@@ -404,7 +388,7 @@ def test_each_stream_waits_for_the_kernels_that_build_what_it_reads(cuda: FakeCu
     cuda.streams = [0xB0]
     launched(map_of(mod, SPEC, "float16"))
     assert cuda.done[0] == ("wait", 0xB0, built)
-    # The stream of the builds reuses the memory, so it waits for the kernel that read the map.
+    # The stream of the builds reuses the memory, so it waits for the kernel that read the mask.
     (_, event, reader), (_, waiting, awaited) = cuda.done[1:]
     assert (reader, waiting, awaited) == (0xB0, built_on, event)
     del ready
@@ -428,23 +412,25 @@ def test_the_legacy_stream_waits_once_and_is_waited_for_by_the_next_build(cuda: 
     assert cuda.done[4][0] == "find_ranges"
 
 
-def test_a_captured_call_builds_its_map_in_the_graph_and_keeps_nothing(cuda: FakeCuda) -> None:
+def test_a_captured_call_builds_its_block_mask_in_the_graph_and_keeps_none(
+    cuda: FakeCuda,
+) -> None:
     mod = documents()
-    kept = map_of(mod, SPEC, "float16").map
+    kept = map_of(mod, SPEC, "float16").block_mask
     cuda.done.clear()
     cuda.capturing.add(0xA0)
     ready = map_of(mod, SPEC, "float16")
     launched(ready)
-    assert ready.map is not kept
+    assert ready.block_mask is not kept
     assert cuda.done == [(name, 0xA0) for name in KERNELS]
     cuda.capturing.clear()
-    assert map_of(mod, SPEC, "float16").map is kept
+    assert map_of(mod, SPEC, "float16").block_mask is kept
 
 
-def test_the_map_of_a_graph_of_torch_lies_in_torchs_memory(
+def test_the_block_mask_of_a_graph_of_torch_lies_in_torchs_memory(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A graph writes to its map at each replay, and torch reserves the memory of its graphs."""
+    """A graph writes to its mask at each replay, and torch reserves the memory of its graphs."""
     made: list[int] = []
 
     def new_torch_memory(size: int) -> tuple[object, int]:
@@ -454,7 +440,7 @@ def test_the_map_of_a_graph_of_torch_lies_in_torchs_memory(
     monkeypatch.setattr(calls_block_masks, "new_torch_memory", new_torch_memory)
     mod, key = documents(), BlockMaskKey(0, "float16", SPEC)
     kept = ready_block_mask(mod, key, 0xA0, uses_torch=True)
-    assert not made, "a kept map lies on a stream of its own"
+    assert not made, "a kept block mask lies on a stream of its own"
     cuda.capturing.add(0xA0)
     monkeypatch.setattr(cuda, "alloc", None)
     ready = ready_block_mask(mod, key, 0xA0, uses_torch=True)
@@ -472,11 +458,11 @@ def test_the_legacy_stream_is_not_asked_whether_it_is_captured(cuda: FakeCuda) -
     assert cuda.builds == 1
 
 
-def test_strides_are_0_where_maps_are_shared(cuda: FakeCuda) -> None:
+def test_strides_are_0_where_block_masks_are_shared(cuda: FakeCuda) -> None:
     strides = {}
     for name in ("window", "documents", "sizes of heads", "both"):
-        map = map_of(MASKS[name], SPEC, "float16").map
-        strides[name] = (map.batch_stride, map.head_stride)
+        block_mask = map_of(MASKS[name], SPEC, "float16").block_mask
+        strides[name] = (block_mask.batch_stride, block_mask.head_stride)
         MASKS[name].refresh()
     # Strides count row tiles, of which each head has 2.
     shared = {"window": (0, 0), "documents": (2, 0), "sizes of heads": (0, 2)}
@@ -489,7 +475,7 @@ def test_more_blocks_than_a_grid_has_are_refused(cuda: FakeCuda) -> None:
         map_of(MASKS["both"], spec, "float16")
 
 
-def test_threads_that_ask_at_once_all_get_a_map(cuda: FakeCuda) -> None:
+def test_threads_that_ask_at_once_all_get_a_block_mask(cuda: FakeCuda) -> None:
     mod, found = documents(), []
     with ThreadPoolExecutor(4) as pool:
         found += pool.map(lambda _: map_of(mod, SPEC, "float16"), range(4))
@@ -497,7 +483,7 @@ def test_threads_that_ask_at_once_all_get_a_map(cuda: FakeCuda) -> None:
     assert len(mod.kept_maps()) == 1
 
 
-def test_a_mask_keeps_the_latest_maps_and_no_more(cuda: FakeCuda) -> None:
+def test_a_mask_keeps_the_latest_block_masks_and_no_more(cuda: FakeCuda) -> None:
     mod = documents()
     specs = [SPEC._replace(q_offset=n) for n in range(block_masks._MAX_KEPT + 3)]
     for spec in specs:

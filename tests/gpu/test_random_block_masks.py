@@ -28,7 +28,7 @@ def masks(begin: int, count: int, inputs: str) -> list[tuple[Function, MaskMod]]
     ("begin", "count"),
     [(0, 3), *(pytest.param(n, PART, marks=pytest.mark.slow) for n in range(0, COUNT, PART))],
 )
-def test_a_map_hides_no_seen_pair_and_shows_no_hidden_one(
+def test_a_block_mask_hides_no_seen_pair_and_shows_no_hidden_one(
     begin: int, count: int, tmp_path: Path
 ) -> None:
     inputs = DTYPES[begin // PART % len(DTYPES)]

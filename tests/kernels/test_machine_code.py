@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.bench_records import row, write
-from support.benchmark_scripts import IN_CHECKOUT, script
+from support.cli.bench_records import row, write
+from support.cli.benchmark_scripts import IN_CHECKOUT, script
 from support.prebuilt import selected_calls
 
 from cupy_flash.errors import CompileError

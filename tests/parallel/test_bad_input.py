@@ -17,11 +17,6 @@ def mpi() -> Any:
     return pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
 
 
-@pytest.fixture(scope="module")
-def group(mpi: Any) -> parallel.Group:
-    return parallel.Group(mpi.COMM_SELF)
-
-
 def rows(*shape: int, dtype: Any = np.float32) -> np.ndarray:
     return np.ones(shape, dtype)
 

@@ -24,12 +24,6 @@ OF_RANKS = frozenset(
 )
 
 
-@pytest.fixture(scope="module")
-def group() -> parallel.Group:
-    mpi = pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
-    return parallel.Group(mpi.COMM_SELF)
-
-
 def arrays() -> dict[str, np.ndarray]:
     """Return all arrays by name, for a single rank that holds all of them."""
     rng = np.random.default_rng(0)

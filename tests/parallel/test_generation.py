@@ -13,12 +13,6 @@ from cupy_flash import flash_attention_with_kvcache, parallel
 from cupy_flash.parallel import generation
 
 
-@pytest.fixture(scope="module")
-def group() -> parallel.Group:
-    mpi = pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
-    return parallel.Group(mpi.COMM_SELF)
-
-
 def read_only(*shape: int) -> np.ndarray:
     array = np.zeros(shape, np.float32)
     array.flags.writeable = False

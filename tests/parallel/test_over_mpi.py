@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import rank_checks
-from support.ranks import launcher
+from support.parallel import rank_checks
+from support.parallel.ranks import launcher
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 120

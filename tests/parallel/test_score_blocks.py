@@ -53,7 +53,7 @@ def random_geometry(rng: np.random.Generator) -> Geometry:
     return Geometry(seqlen_q, seqlen_k, ranks, order, causal, *sides, cuts, by_distance)
 
 
-def test_pieces_see_each_pair_once_that_the_mask_shows(rng: np.random.Generator) -> None:
+def test_score_blocks_see_each_pair_once_that_the_mask_shows(rng: np.random.Generator) -> None:
     for _ in range(300):
         g = random_geometry(rng)
         seen = np.zeros((g.seqlen_q, g.seqlen_k), int)
@@ -73,7 +73,7 @@ def test_pieces_see_each_pair_once_that_the_mask_shows(rng: np.random.Generator)
         np.testing.assert_array_equal(seen, expected(g), str(g))
 
 
-def test_positions_of_pieces_are_those_of_their_tokens(rng: np.random.Generator) -> None:
+def test_positions_of_score_blocks_are_those_of_their_tokens(rng: np.random.Generator) -> None:
     """Scores that depend on distances need right positions, even if all pairs are visible."""
     for _ in range(100):
         g = random_geometry(rng)._replace(by_distance=True, cu_seqlens=None)

@@ -436,7 +436,7 @@ def blocks_of_call(q, k, arch="sm_90", **options):
     return blocks_row(cupy_flash.plan(cupy_flash.flash_attention, q, k, k, arch=arch, **options))
 
 
-def test_blocks_are_counted_as_each_tile_visits_them(rng):
+def test_blocks_are_counted_as_each_tile_processes_them(rng):
     for _ in range(200):
         seqlen_q, seqlen_k, Br, Bc = (int(n) for n in rng.integers(1, 40, 4))
         sides = [None if rng.integers(3) == 0 else int(n) for n in rng.integers(0, 45, 2)]
@@ -448,12 +448,12 @@ def test_blocks_are_counted_as_each_tile_visits_them(rng):
             for row in range(0, seqlen_q, Br)
             for key in range(0, seqlen_k, Bc)
         ]
-        visited, partial, skipped = count_blocks(mask, Br, Bc)
+        computed, partial, skipped = count_blocks(mask, Br, Bc)
 
         # A tile that also has fully masked rows may include empty blocks.
-        assert visited >= sum(part.any() for part in parts)
-        assert visited - partial == sum(part.all() and part.shape[1] == Bc for part in parts)
-        assert visited + skipped == len(parts)
+        assert computed >= sum(part.any() for part in parts)
+        assert computed - partial == sum(part.all() and part.shape[1] == Bc for part in parts)
+        assert computed + skipped == len(parts)
 
 
 def test_a_plan_counts_the_blocks_that_positions_leave():
@@ -470,17 +470,17 @@ def test_a_plan_counts_the_blocks_that_positions_leave():
     assert blocks_row(naive) is None
 
 
-def test_a_plan_of_a_users_mask_says_that_a_map_decides():
+def test_a_plan_of_a_users_mask_says_that_a_block_mask_decides():
     q = np.empty((1, 1024, 2, 64), np.float16)
     near = cupy_flash.MaskMod(lambda i, j: i // 100 == j // 100)
-    mapped, unmapped = (blocks_of_call(q, q, arch, mask_mod=near) for arch in ("sm_90", "sm_80"))
+    masked, unmasked = (blocks_of_call(q, q, arch, mask_mod=near) for arch in ("sm_90", "sm_80"))
     prefixed = blocks_of_call(q, q, causal=True, prefix_lens=np.array([5], np.int32))
     of_tree = np.zeros((1, 64), np.uint64)
     tree = blocks_of_call(q[:, :64], q, tree_mask=of_tree, family="mma")
 
     leaves = "of these, the GPU skips blocks without visible pairs"
-    assert mapped.endswith(f"computed, 0 skipped in each head; {leaves}")
-    assert unmapped.endswith("computed, 0 skipped in each head; any block may contain masked pairs")
+    assert masked.endswith(f"computed, 0 skipped in each head; {leaves}")
+    assert unmasked.endswith("computed, 0 skipped in each head; any block may contain masked pairs")
     assert tree.endswith("; any block may contain masked pairs")
     assert prefixed.endswith(", more computed if prefixes make keys visible")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.benchmark_scripts import IN_CHECKOUT, script
+from support.cli.benchmark_scripts import IN_CHECKOUT, script
 
 from cupy_flash import flash_attention, flash_attention_backward
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(not IN_CHECKOUT, reason="the tests stand outside
 def test_short_calls_may_take_some_time_and_others_a_share(
     kind: str, ours: float, formula: float, is_met: bool
 ) -> None:
-    small = script("cpu_small_calls")
+    small = script("cpu/small_calls")
     case = small.Case(f"{kind} b1 q1 k1 d32 full", lambda: None, lambda: None)
     assert small.row_of(case, ours, formula)["is_met"] is is_met
 
@@ -41,8 +41,8 @@ def test_the_formulas_give_what_the_library_does(causal: bool, rng: Any) -> None
     out, lse = flash_attention(q, k, v, causal=causal, return_lse=True, backend="cpu")
     arrays = dout, q, k, v, out, lse
     found = flash_attention_backward(*arrays, causal=causal, backend="cpu")
-    np.testing.assert_allclose(script("cpu_grid").naive(q, k, v, causal), out, atol=1e-5)
-    naive = script("cpu_gradients").naive(*arrays, causal)
+    np.testing.assert_allclose(script("cpu/grid").naive(q, k, v, causal), out, atol=1e-5)
+    naive = script("cpu/gradients").naive(*arrays, causal)
     for gradient, expected in zip(found, naive, strict=True):
         np.testing.assert_allclose(gradient, expected, atol=1e-5)
 
@@ -50,8 +50,8 @@ def test_the_formulas_give_what_the_library_does(causal: bool, rng: Any) -> None
 def test_some_cases_are_timed_and_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small, record = script("cpu_small_calls"), tmp_path / "record.json"
-    argv = ["cpu_small_calls.py", "--only", "b1 q8 k1 d32", "--output", str(record)]
+    small, record = script("cpu/small_calls"), tmp_path / "record.json"
+    argv = ["small_calls.py", "--only", "b1 q8 k1 d32", "--output", str(record)]
     monkeypatch.setattr("sys.argv", argv)
     small.main()
     rows = json.loads(record.read_text())["rows"]

@@ -56,21 +56,21 @@ def modules(folder: str) -> dict[str, Path]:
 LIBRARY = modules("cupy_flash")
 
 
-@pytest.mark.parametrize("room", MAY_IMPORT)
-def test_a_room_imports_only_what_lies_behind_it(room: str) -> None:
-    files = {name: path for name, path in LIBRARY.items() if name.split(".")[1:2] == [room]}
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_a_package_imports_only_what_it_may_import(package: str) -> None:
+    files = {name: path for name, path in LIBRARY.items() if name.split(".")[1:2] == [package]}
     assert files
     for name, path in files.items():
-        rooms = {m.split(".")[1] for m in imported(path) if m.startswith("cupy_flash.")}
-        strangers = rooms - MAY_IMPORT[room] - {room, "errors"}
+        packages = {m.split(".")[1] for m in imported(path) if m.startswith("cupy_flash.")}
+        strangers = packages - MAY_IMPORT[package] - {package, "errors"}
         assert not strangers, f"{name} imports {strangers}"
         roots = {module.partition(".")[0] for module in imported(path)}
-        assert room in CUPY or "cupy" not in roots, f"{name} imports CuPy"
+        assert package in CUPY or "cupy" not in roots, f"{name} imports CuPy"
 
 
-def test_every_room_has_its_rule() -> None:
-    rooms = {name.split(".")[1] for name in LIBRARY if name.count(".") > 1}
-    assert rooms == set(MAY_IMPORT)
+def test_every_package_has_its_rule() -> None:
+    packages = {name.split(".")[1] for name in LIBRARY if name.count(".") > 1}
+    assert packages == set(MAY_IMPORT)
 
 
 def test_the_library_does_not_know_its_command_line() -> None:
@@ -83,13 +83,13 @@ def test_modules_do_not_import_each_other_in_a_circle(folder: str) -> None:
     graph = {name: set(imported(path)) - {name} for name, path in modules(folder).items()}
     done: set[str] = set()
 
-    def visit(name: str, path: tuple[str, ...]) -> None:
+    def walk(name: str, path: tuple[str, ...]) -> None:
         assert name not in path, " -> ".join([*path[path.index(name) :], name])
         if name in done or name not in graph:
             return
         for module in sorted(graph[name]):
-            visit(module, (*path, name))
+            walk(module, (*path, name))
         done.add(name)
 
     for name in graph:
-        visit(name, ())
+        walk(name, ())

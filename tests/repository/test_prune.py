@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.bench_records import row, write
-from support.benchmark_scripts import IN_CHECKOUT, script
+from support.cli.bench_records import row, write
+from support.cli.benchmark_scripts import IN_CHECKOUT, script
 
 from cupy_flash.cpu import sources
 from cupy_flash.families import FORWARD

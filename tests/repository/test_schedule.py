@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.benchmark_scripts import CHECKOUT, IN_CHECKOUT, script
+from support.cli.benchmark_scripts import CHECKOUT, IN_CHECKOUT, script
 
 if not IN_CHECKOUT:
     pytest.skip("the tests stand outside a checkout", allow_module_level=True)

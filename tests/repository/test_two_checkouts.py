@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from support.benchmark_scripts import CHECKOUT, IN_CHECKOUT, script
+from support.cli.benchmark_scripts import CHECKOUT, IN_CHECKOUT, script
 
 pytestmark = pytest.mark.skipif(not IN_CHECKOUT, reason="the tests stand outside a checkout")
 

@@ -22,7 +22,7 @@ from support.calls.modified_calls import ModifiedCall
 from support.calls.quantized_support import QuantizedCase
 from support.calls.sequence_support import KVCacheCase, VarlenCase
 from support.gpu import cupy
-from support.gpu.gpu_sequences import Place, check_kvcache, check_varlen
+from support.gpu.gpu_sequences import Target, check_kvcache, check_varlen
 from support.gpu.gpu_support import DTYPES, Case, check, current_device, random_values
 from support.gradients.gradient_calls import ROWS, GradientCall
 from support.gradients.gradient_rule import check_gradients
@@ -84,7 +84,7 @@ class TunedCall:
             check_gradients(call, call.run(cupy, **self._choice))
         elif case.kind == "varlen":
             packed = VarlenCase(case.query_lengths, case.key_lengths, **self._fields(VarlenCase))
-            check_varlen(Place(self.family), packed, self.alignment, tile=self.tile)
+            check_varlen(Target(self.family), packed, self.alignment, tile=self.tile)
         elif case.is_cached:
             self._check_cached(KVCacheCase(**self._fields(KVCacheCase)))
         elif case.cache_dtype:
@@ -104,7 +104,7 @@ class TunedCall:
             quantized = QuantizedCase(base, case.cache_dtype, "head")
             quantized_support.check_on_gpu(quantized, **self._choice)
         else:
-            check_kvcache(Place(self.family), base, self.alignment, tile=self.tile)
+            check_kvcache(Target(self.family), base, self.alignment, tile=self.tile)
 
     def _fields(self, kind: type) -> dict[str, Any]:
         """Return the fields that the case has in common with a dataclass of the tests."""

@@ -176,7 +176,7 @@ def canonical(mod_key: ModificationKey, arrays: tuple[Any, ...], sizes: Sizes) -
     """
     accumulator = "float64" if sizes.dtype == "float64" else "float32"
     reals = tuple(dict.fromkeys((accumulator, sizes.dtype)))
-    of_dtypes: dict[str, tuple[str, ...]] = {
+    allowed_dtypes: dict[str, tuple[str, ...]] = {
         "alibi_slopes": (accumulator,),
         "sinks": reals,
         "bias": reals,
@@ -189,7 +189,7 @@ def canonical(mod_key: ModificationKey, arrays: tuple[Any, ...], sizes: Sizes) -
         "cache_leftpad": ("int32",),
     }
     given = dict(zip(mod_key.names, arrays, strict=True))
-    for name, dtypes in of_dtypes.items():
+    for name, dtypes in allowed_dtypes.items():
         array = given.get(name)
         if array is not None and (dtype_name(array) not in dtypes or not array.dtype.isnative):
             raise _wrong_dtype(name, array, dtypes)

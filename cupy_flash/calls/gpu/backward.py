@@ -8,12 +8,8 @@ from typing import Any
 
 from cupy_flash.arrays.overlap import OverlapCheck, require_no_overlap
 from cupy_flash.arrays.strided import as_cupy
-from cupy_flash.calls.backward_arguments import (
-    WRITTEN,
-    GradientArguments,
-    check_gradient_call,
-    result_spec,
-)
+from cupy_flash.calls.arguments import WRITTEN_GRADIENTS, GradientArguments
+from cupy_flash.calls.check.gradients import check_gradient_call, result_spec
 from cupy_flash.calls.conversions import contiguous_copies, converted, readable_copies
 from cupy_flash.calls.gpu.allocate import (
     MemoryAllocator,
@@ -99,7 +95,7 @@ class Call:
 def readable(arguments: GradientArguments, options: Options) -> GradientArguments:
     """Return the arrays, with copies of those that kernels cannot read in place."""
     arguments = converted(arguments, options)
-    copied = readable_copies(arguments, options, WRITTEN)
+    copied = readable_copies(arguments, options, WRITTEN_GRADIENTS)
     return arguments._replace(**(copied | contiguous_copies(arguments, "lse", "dlse")))
 
 
@@ -108,7 +104,7 @@ def prepare(arguments: GradientArguments, options: Options, context: Context) ->
     assert options.wrt is not None
     fields = arguments._fields
     problem, mod_arrays = check_gradient_call(arguments, options)
-    overlap_check = require_no_overlap(fields, arguments, WRITTEN)
+    overlap_check = require_no_overlap(fields, arguments, WRITTEN_GRADIENTS)
     plan = make_plan(
         problem, context.device, family=options.family, tile=options.tile, explain=False
     )

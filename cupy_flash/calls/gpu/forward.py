@@ -50,7 +50,7 @@ _SCRATCH_ALIGNMENT = 512
 _VALUES = ("result", "lse", "workspace", "counters", "keys", "q_rotated")
 _PARTS_OF_QKV = ("q", "k", "v")
 # Name under which kernels find the address of the block mask.
-_MAP = "map"
+_BLOCK_MASK = "block_mask"
 
 
 @dataclass(frozen=True)
@@ -213,8 +213,9 @@ def prepare(arguments: Arguments, options: Options, context: Context) -> Call:
     # and the call itself fills the results.
     has_no_rows = layout.packed_q and problem.is_empty and q.size > 0
     spec = block_mask_spec(plan)
-    parts, map_name = _PARTS_OF_QKV if qkv is not None else (), (_MAP,) if spec else ()
-    names = (*fields, *_VALUES, *parts, *map_name, *scratch_offsets)
+    parts = _PARTS_OF_QKV if qkv is not None else ()
+    block_mask_name = (_BLOCK_MASK,) if spec else ()
+    names = (*fields, *_VALUES, *parts, *block_mask_name, *scratch_offsets)
     fixed, sources = {}, _sources(arguments, plan)
     block_mask_key = None
     if spec is not None:
@@ -226,8 +227,8 @@ def prepare(arguments: Arguments, options: Options, context: Context) -> Call:
             *(context.user_mods.mask_mod, block_mask_key, current, arguments),
             uses_torch=context.uses_torch,
         )
-        fixed["block_mask"] = ready.map.fields
-        sources |= {"block_mask.memory": _MAP}
+        fixed["block_mask"] = ready.block_mask.fields
+        sources |= {"block_mask.memory": _BLOCK_MASK}
     out = ((*q.shape[:-1], problem.head_dim_v), np.dtype(problem.out_dtype))
     lse = (lse_shape(q, problem), np.dtype(problem.lse_dtype))
     new = (None if arguments.out is not None else out, lse if options.return_lse else None)
@@ -288,7 +289,7 @@ def fixed_fields(plan: Plan) -> dict[str, Any]:
     problem, schedule = plan.problem, plan.schedule
     sizes = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "q_offset")
     pages = ("block_table_stride", "pages", "max_pages")
-    places = (*pages, "total_q", "total_k", "caches", "new_keys")
+    layout_sizes = (*pages, "total_q", "total_k", "caches", "new_keys")
     return {
         **{name: tensor.strides for name, tensor in problem.tensors.items()},
         **({} if problem.scales is None else problem.scales.given),
@@ -296,7 +297,7 @@ def fixed_fields(plan: Plan) -> dict[str, Any]:
         **{name: getattr(problem, name) for name in sizes},
         "num_splits": schedule.split.parts,
         "section_heads": schedule.section_heads,
-        **{name: getattr(problem.layout, name) for name in places},
+        **{name: getattr(problem.layout, name) for name in layout_sizes},
         **schedule.params,
     }
 

@@ -72,7 +72,8 @@ def readable(rows: AppendedRows, _: CacheSharding) -> AppendedRows:
 
 def prepare(rows: AppendedRows, sharding: CacheSharding, context: Context) -> Call:
     """Compile and load the kernel that appends such CuPy arrays, which have been checked."""
-    specs = [spec_of(array, address_of(array)) for array in rows[:4]]
+    arrays = (rows.k_cache, rows.v_cache, rows.k, rows.v)
+    specs = [spec_of(array, address_of(array)) for array in arrays]
     k_cache, v_cache, k, v = specs
     (batch, seqlen_new, heads_kv, head_dim), head_dim_v = k.shape, v.shape[3]
     spec = append.AppendSpec(

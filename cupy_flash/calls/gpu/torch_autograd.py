@@ -16,8 +16,7 @@ from cupy_flash.arrays.torch_arrays import (
     tensor_types,
     two_streams,
 )
-from cupy_flash.calls.arguments import Arguments, span
-from cupy_flash.calls.backward_arguments import GradientArguments, in_field_order
+from cupy_flash.calls.arguments import Arguments, GradientArguments, in_field_order, span
 from cupy_flash.calls.check import device_lengths
 from cupy_flash.calls.check.modifications import NO_USER_MODS
 from cupy_flash.calls.gpu import forward as gpu_forward

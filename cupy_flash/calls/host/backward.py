@@ -9,13 +9,9 @@ import numpy as np
 
 from cupy_flash.arrays.overlap import require_no_overlap
 from cupy_flash.arrays.strided import readable_in_place, to_bshd
+from cupy_flash.calls.arguments import WRITTEN_GRADIENTS, GradientArguments
 from cupy_flash.calls.backends import require_cpu_family
-from cupy_flash.calls.backward_arguments import (
-    WRITTEN,
-    GradientArguments,
-    check_gradient_call,
-    result_spec,
-)
+from cupy_flash.calls.check.gradients import check_gradient_call, result_spec
 from cupy_flash.calls.check.lengths import check_contents
 from cupy_flash.calls.check.modifications import UserMods
 from cupy_flash.calls.conversions import converted
@@ -71,9 +67,9 @@ def compute(
             are_given = True
         results[name] = result
     if are_given:
-        require_no_overlap(arguments._fields, arguments, WRITTEN)
+        require_no_overlap(arguments._fields, arguments, WRITTEN_GRADIENTS)
     if call.goes_to_gpu:
-        gradients = run_on_gpu(GRADIENTS, arguments, options, user_mods, WRITTEN)
+        gradients = run_on_gpu(GRADIENTS, arguments, options, user_mods, WRITTEN_GRADIENTS)
         for result, gradient in zip(results.values(), gradients, strict=True):
             result[...] = gradient
     else:
@@ -96,11 +92,14 @@ def repeated(
     call = _calls.get(call_key(arguments, options, backend))
     if call is None or call.small is None:
         return None
-    q, k, v, out, dout, lse, dlse, *_ = arguments
     assert options.wrt is not None
-    results = {name: np.empty(getattr(arguments, name).shape, q.dtype) for name in options.wrt}
+    dtype = arguments.q.dtype
+    results = {name: np.empty(getattr(arguments, name).shape, dtype) for name in options.wrt}
     done = cpu_backward.backward_by_formula(
-        *(q, k, v, out, dout, lse, dlse, results, call.small, call.scale), bound_mods=None
+        *(arguments.q, arguments.k, arguments.v, arguments.out),
+        *(arguments.dout, arguments.lse, arguments.dlse),
+        *(results, call.small, call.scale),
+        bound_mods=None,
     )
     return tuple(results.values()) if done else None
 
@@ -117,7 +116,7 @@ def _check(
     tile = tile_of(problem, options)
     info = CallInfo(problem, False, tile)
     if _has_plain_gradients(arguments, options):
-        q, k, v, *_ = arguments
+        q, k, v = arguments.q, arguments.k, arguments.v
         causal, q_offset = problem.causal, problem.q_offset
         small = small_gradients(q.shape, k.shape, v.shape[3], causal, q_offset, tile)
         info = info._replace(small=small, scale=scale_in(q.dtype, problem))
@@ -181,7 +180,8 @@ def _on_cpu(
         bias = results["bias"]
         axes = 3 if is_packed else 4
         results["bias"] = bias.reshape((1,) * (axes - bias.ndim) + bias.shape)
-    q, k, v, out, dout, lse, dlse, *_ = arguments
+    q, k, v, out = arguments.q, arguments.k, arguments.v, arguments.out
+    dout, lse, dlse = arguments.dout, arguments.lse, arguments.dlse
     if not is_packed:
         if q.ndim != 4 or options.layout != "bshd":
             q, k, v, out, dout = (to_bshd(x, options.layout) for x in (q, k, v, out, dout))

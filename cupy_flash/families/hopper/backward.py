@@ -204,13 +204,13 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
     ) -> dict[str, int | bool]:
         gradient = problem.gradient_spec
         dim, dim_v = _padded_dims(problem)
-        helper_registers, consumer_registers = _register_split(problem)
+        producer_registers, consumer_registers = _register_split(problem)
         return (
             {
                 **tile_members(tile, "Br Bc columns q_stages dout_stages"),
                 "padded_dim": dim,
                 "padded_dim_v": dim_v,
-                "producer_registers": helper_registers,
+                "producer_registers": producer_registers,
                 "consumer_registers": consumer_registers,
                 "wide": _is_wide(problem),
                 "shared_memory": self.shared_memory(problem, tile),

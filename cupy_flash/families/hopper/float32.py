@@ -48,8 +48,8 @@ def why_not_first(problem: Problem) -> str | None:
     least = _least_rows(problem)
     if min(rows, problem.seqlen_k) < least:
         return (
-            f"takes longer to split float32 than it saves for fewer than {least} keys, or query "
-            "rows per KV head"
+            f"is slower than other families for fewer than {least} keys, or {least} query rows per "
+            "KV head, because it first splits float32 into components"
         )
     if _are_broadcast(problem):
         return "splits float32 elements once per repetition, and these arrays are broadcast"

@@ -147,7 +147,7 @@ class HopperFamily(Family[HopperTile]):
         if tile.q_steps > k_steps(problem):
             return f"q_steps is {tile.q_steps}; expected at most {k_steps(problem)}"
         if tile.turns not in (0, 1) or (tile.turns and tile.Br == 64):
-            return f"turns is {tile.turns}; expected 0, or 1 if Br is above 64"
+            return f"turns (ping-pong order) is {tile.turns}; expected 0, or 1 if Br is above 64"
         if reason := why_not_shared_memory(device, self.shared_memory(problem, tile)):
             return reason
         if self._tiles(problem, tile) > MAX_GRID:

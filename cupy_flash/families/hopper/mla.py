@@ -86,7 +86,7 @@ def choose_split(problem: Problem, device: Device, tile: HopperTile) -> Split:
 
 
 def why_not_first(problem: Problem, device: Device, tile: HopperTile, tiles: int) -> str | None:
-    """Return why a family for few rows is faster for a problem from `kernel_problem`, or None.
+    """Return why `decode` is faster for a problem from `kernel_problem`, or None.
 
     `tiles` is the number of query tiles.
     """
@@ -103,7 +103,7 @@ def why_not_first(problem: Problem, device: Device, tile: HopperTile, tiles: int
         return None
     return (
         f"takes about {time:.0f} us with tiles of {tile.Br} rows, of which {problem.seqlen_q} are "
-        f"used; a family for few rows takes about {others:.0f} us"
+        f"used; decode takes about {others:.0f} us"
     )
 
 

@@ -97,7 +97,7 @@ class SimtFamily(Family[SimtTile]):
         if min(tile.threads, tile.rows_per_thread, tile.unroll) < 1:
             return "threads, rows_per_thread and unroll must be positive"
         if tile.share_kv not in (0, 1):
-            return f"share_kv is {tile.share_kv}; expected 0 or 1"
+            return f"share_kv (one buffer for K and V) is {tile.share_kv}; expected 0 or 1"
         if tile.unroll > _MAX_UNROLL:
             return f"unroll is {tile.unroll}; expected at most {_MAX_UNROLL}"
         if tile.threads % 32 or tile.threads > 1024:
@@ -174,9 +174,9 @@ class SimtFamily(Family[SimtTile]):
         # This mirrors `Layout` of forward/simt/layout.cuh, which asserts that both are equal.
         size = _accumulator_size(problem)
         width = 16 // size
-        piece = max(width, problem.alignment // problem.itemsize)
-        qk_stride = (round_up(problem.head_dim, piece) // width | 1) * width
-        v_stride = round_up(round_up(problem.head_dim_v, width * tile.row_threads), piece)
+        chunk = max(width, problem.alignment // problem.itemsize)
+        qk_stride = (round_up(problem.head_dim, chunk) // width | 1) * width
+        v_stride = round_up(round_up(problem.head_dim_v, width * tile.row_threads), chunk)
         banks = 128 // size
         span = min(tile.row_threads, banks // 2)
         p_stride = tile.Bc + (span - tile.Bc) % banks

@@ -337,5 +337,5 @@ class _Emission:
         joined = [f"x.{name} = range_union(x.{name}, y.{name});" for name in result.values()]
         yield from function_lines(f"void join({struct}& x, const {struct}& y)", joined)
         yield "template <class Function>"
-        visits = [f"function(x.{name});" for name in result.values()]
-        yield from function_lines(f"void each({struct}& x, Function function)", visits)
+        calls = [f"function(x.{name});" for name in result.values()]
+        yield from function_lines(f"void each({struct}& x, Function function)", calls)

@@ -146,7 +146,7 @@ class _Emission:
         row_fields = [f"{C_TYPES[node.type]} {name};" for node, name in members.values.items()]
         row_fields += [
             f"{offset_type(self._captures[array])} {name};"
-            for (array, _), name in members.places.items()
+            for (array, _), name in members.row_offsets.items()
         ]
         keys_fields = [f"int {name};" for name, _ in members.positions.values()]
         keys_fields += [f"Real {name};" for name in members.reals.values()]
@@ -180,11 +180,11 @@ class _Emission:
             f"static constexpr int differentiable = {len(slopes.names)};",
             f"static constexpr int loads = {len(slopes.partials)};",
         ]
-        visits = [f"function({number}, a.{name});" for number, name in enumerate(slopes.names)]
+        calls = [f"function({number}, a.{name});" for number, name in enumerate(slopes.names)]
         functions = [
             "template <class Function>",
             *function_lines(
-                "void for_each_differentiable(const ModArguments& a, Function&& function)", visits
+                "void for_each_differentiable(const ModArguments& a, Function&& function)", calls
             ),
             *_function_of_score("slope", of_slope),
             "template <bool Inside = false, class Add>",
@@ -253,8 +253,8 @@ class _Emission:
         def lines() -> Iterator[str]:
             for node, name in members.values.items():
                 yield f"r.{name} = {unwrapped(printer.text(node))};"
-            for (array, indices), name in members.places.items():
-                yield f"r.{name} = {printer.place(array, indices)};"
+            for (array, indices), name in members.row_offsets.items():
+                yield f"r.{name} = {printer.row_offset(array, indices)};"
 
         return printer.body(lines)
 

@@ -19,7 +19,7 @@ class Members:
     ----------
     values
         Members of ``Row``: values that are constant along a row.
-    places
+    row_offsets
         Members of ``Row``: the part of an element's offset that indices of the row alone determine.
     positions
         Members of ``Keys``: integers that are linear in the key, at the first key, without offset.
@@ -34,7 +34,7 @@ class Members:
     """
 
     values: dict[Node, str] = field(default_factory=dict)
-    places: dict[tuple[str, Indices], str] = field(default_factory=dict)
+    row_offsets: dict[tuple[str, Indices], str] = field(default_factory=dict)
     positions: dict[tuple[int, frozenset[tuple[Node, int]]], tuple[str, Linear]] = field(
         default_factory=dict
     )
@@ -48,9 +48,9 @@ class Members:
         fresh = str(node.value) if is_symbol else f"v{len(self.values)}"
         return "r." + self.values.setdefault(node, fresh)
 
-    def place(self, array: str, indices: Indices) -> str:
+    def row_offset(self, array: str, indices: Indices) -> str:
         """Return the member of ``Row`` with the offset that the row's indices add in an array."""
-        return "r." + self.places.setdefault((array, indices), f"p{len(self.places)}")
+        return "r." + self.row_offsets.setdefault((array, indices), f"p{len(self.row_offsets)}")
 
     def position(self, linear: Linear) -> str:
         """Return the member of ``Keys`` that holds a linear integer at the first key."""

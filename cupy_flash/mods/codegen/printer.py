@@ -169,7 +169,7 @@ class Printer:
         """Return the template arguments of an offset as C++."""
         return str(axis)
 
-    def place(self, array: str, indices: Indices) -> str:
+    def row_offset(self, array: str, indices: Indices) -> str:
         """Return C++ of the offset in an array that the row's indices add."""
         # Offsets are summed before they are added to the address: a sum of ints is one instruction.
         return " + ".join(self.offsets(array, indices))
@@ -319,9 +319,9 @@ class PairPrinter(Printer):
         of_row = tuple((axis, x) for axis, x in axes if self.analysis.is_of_row(x))
         others = tuple((axis, x) for axis, x in axes if not self.analysis.is_of_row(x))
         name = array.value
-        offsets = [self.members.place(name, of_row)] if of_row else []
-        place = " + ".join(offsets + self.offsets(name, others))
-        read = f"read_capture(a.{name}.data + ({place}))"
+        offsets = [self.members.row_offset(name, of_row)] if of_row else []
+        offset = " + ".join(offsets + self.offsets(name, others))
+        read = f"read_capture(a.{name}.data + ({offset}))"
         if name in self.pairwise:
             read = f"pairs.{name}(step, [&] {{ return {read}; }})"
         return self.as_real(node, read)

@@ -41,7 +41,7 @@ _FREE = "free"
 _LONGEST_PRODUCT = 16
 
 # A node, and how it may be computed: exact, ordered or free.
-_Place = tuple[Node, str]
+_NodeUse = tuple[Node, str]
 
 
 def lower(
@@ -75,14 +75,14 @@ def lower(
 class _Lowering:
     def __init__(self, analysis: Analysis, fast: bool, fast_tanh: bool) -> None:
         self._analysis, self._fast, self._fast_tanh = analysis, fast, fast_tanh
-        self._known: dict[_Place, Node] = {}
+        self._known: dict[_NodeUse, Node] = {}
 
-    def of(self, root: _Place) -> Node:
+    def of(self, root: _NodeUse) -> Node:
         return memoized(root, self._known, _arguments, self._lowered)
 
-    def _lowered(self, place: _Place) -> Node:
-        node, manner = place
-        args = tuple(self._known[x] for x in _arguments(place))
+    def _lowered(self, use: _NodeUse) -> Node:
+        node, manner = use
+        args = tuple(self._known[x] for x in _arguments(use))
         if node.op in ("strict", "free"):
             return args[0]
         if node.type != REAL and not any(x.type == REAL for x in args):
@@ -141,9 +141,9 @@ def _decides(node: Node) -> bool:
     return row is not None and row.decides
 
 
-def _arguments(place: _Place) -> tuple[_Place, ...]:
+def _arguments(use: _NodeUse) -> tuple[_NodeUse, ...]:
     """Return the arguments of a node, and how each may be computed."""
-    node, manner = place
+    node, manner = use
     if node.op == "strict":
         return ((node.args[0], EXACT if manner == EXACT else ORDERED),)
     if node.op == "free":

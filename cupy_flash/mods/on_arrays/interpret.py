@@ -15,7 +15,7 @@ from cupy_flash.mods.ir.operations import OPERATIONS, evaluated, numpy_types
 
 # A node, and whether its value decides: whether it is compared, rounded, converted to an integer,
 # or used as an index.
-_Place = tuple[Node, bool]
+_NodeUse = tuple[Node, bool]
 
 
 class Interpreter:
@@ -24,7 +24,7 @@ class Interpreter:
     Parameters
     ----------
     score
-        Scaled scores, float32 or float64. Reals that do not decide, see `_Place`, have this dtype.
+        Scaled scores, float32 or float64, and the dtype of reals that do not decide (`_NodeUse`).
     positions
         Positions by name: integers, or arrays of integers, converted to int32.
     captures
@@ -66,21 +66,21 @@ class Interpreter:
         """
         steps = _steps(root, decides and self._is_split, self._is_split)
         uses = Counter(argument for step in steps for argument in step.arguments)
-        values: dict[_Place, Any] = {}
+        values: dict[_NodeUse, Any] = {}
         # Values of masked pairs, which may be infinite or NaN, are not used.
         with np.errstate(all="ignore"):
             for step in steps:
                 args = [values[x] for x in step.arguments]
-                values[step.place] = self._compute(step, args)
+                values[step.use] = self._compute(step, args)
                 # Deletes values after their last use, so that few arrays exist at a time.
                 for argument in step.arguments:
                     uses[argument] -= 1
                     if not uses[argument]:
                         del values[argument]
-        return values[steps[-1].place]
+        return values[steps[-1].use]
 
     def _compute(self, step: _Step, args: list[Any]) -> Any:
-        node, decides = step.place
+        node, decides = step.use
         if node.op == "const":
             return self._deciding[node.type](node.value)
         if node.op == "symbol":
@@ -107,7 +107,7 @@ class _Step(NamedTuple):
 
     Attributes
     ----------
-    place
+    use
         Node of the value, and whether it decides.
     arguments
         Values of the arguments.
@@ -115,8 +115,8 @@ class _Step(NamedTuple):
         Whether the operation compares or rounds its real arguments.
     """
 
-    place: _Place
-    arguments: tuple[_Place, ...]
+    use: _NodeUse
+    arguments: tuple[_NodeUse, ...]
     rounds: bool
 
 
@@ -124,12 +124,12 @@ class _Step(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def _steps(root: Node, decides: bool, is_split: bool) -> tuple[_Step, ...]:
     """Return the steps that compute an expression, each after those of its arguments."""
-    steps: dict[_Place, _Step] = {}
+    steps: dict[_NodeUse, _Step] = {}
 
-    def step(place: _Place) -> _Step:
-        return _step(*place, is_split)
+    def step(use: _NodeUse) -> _Step:
+        return _step(*use, is_split)
 
-    memoized((root, decides), steps, lambda place: step(place).arguments, step)
+    memoized((root, decides), steps, lambda use: step(use).arguments, step)
     return tuple(steps.values())
 
 

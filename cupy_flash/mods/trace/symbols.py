@@ -279,7 +279,7 @@ def _clip_arguments(
 ) -> tuple[Any, Any, Any]:
     low, high = (a_min if min is None else min), (a_max if max is None else max)
     if low is None and high is None:
-        raise TypeError("np.clip without bounds")
+        raise TypeError("np.clip is called without bounds; pass a_min, a_max or both")
     return x, low, high
 
 
@@ -363,10 +363,10 @@ def as_node(value: Any) -> Node:
         raise value.not_indexed()
     if hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
         raise TypeError(
-            "a whole array in a traced function, which reads one element at a time. Compute the "
+            "a traced function uses a whole array, but reads one element at a time. Compute the "
             "array outside of the function, assign it to a variable or pass it to the "
             "modification by name (table=table), and index it: table[h, i - j]"
         )
     raise TypeError(
-        f"{value!r} in a traced function; expected numbers, and np.where instead of None"
+        f"a traced function uses {value!r}; expected numbers, and np.where instead of None"
     )

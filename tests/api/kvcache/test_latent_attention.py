@@ -28,7 +28,7 @@ def latents(rng, **more):
     } | more
 
 
-def apart(arguments):
+def separate(arguments):
     """Return the same call with the values in a separate cache."""
     given = {name: value for name, value in arguments.items() if name != "head_dim_v"}
     columns = arguments["head_dim_v"]
@@ -43,7 +43,7 @@ def apart(arguments):
 @pytest.mark.parametrize("causal", [False, True])
 def test_values_in_keys_give_what_values_of_their_own_give(rng, causal, columns):
     arguments = latents(rng, causal=causal, head_dim_v=columns)
-    others = apart(arguments)
+    others = separate(arguments)
     out = flash_attention_with_kvcache(**arguments, backend="cpu")
     np.testing.assert_array_equal(out, flash_attention_with_kvcache(**others, backend="cpu"))
     assert out.shape == (2, 3, 4, columns)
@@ -53,7 +53,7 @@ def test_values_in_keys_give_what_values_of_their_own_give(rng, causal, columns)
 
 def test_they_are_the_columns_of_the_keys_of_the_formula(rng):
     arguments = latents(rng)
-    others = apart(arguments)
+    others = separate(arguments)
     expected = attention_with_kvcache_reference(**others).out
     out = flash_attention_with_kvcache(**arguments, backend="cpu")
     np.testing.assert_allclose(out, expected, rtol=0, atol=4e-6)
@@ -63,7 +63,7 @@ def test_a_cache_of_8_bits_has_one_scale_for_both(rng):
     arguments = latents(rng, compute_scales=True)
     arguments["k_cache"] = rng.integers(-127, 128, (2, 40, 1, 72)).astype(np.int8)
     arguments["k_scale"] = rng.uniform(0.01, 0.02, (2, 40, 1)).astype(np.float32)
-    others = apart(arguments)
+    others = separate(arguments)
     del others["compute_scales"]
     out = flash_attention_with_kvcache(**arguments, backend="cpu")
     # The scale belongs to the key's largest magnitude, which may lie outside the value columns.
@@ -138,6 +138,6 @@ def test_a_call_with_values_of_their_own_is_another_call(gpu):
 
 def test_the_plan_says_so_in_its_problem(rng):
     arguments = latents(rng)
-    for call, expected in ((arguments, True), (apart(arguments), False)):
+    for call, expected in ((arguments, True), (separate(arguments), False)):
         problem = plan(flash_attention_with_kvcache, **call, arch="sm_90").problem
         assert bool(problem.values_in_keys) == expected

@@ -30,12 +30,12 @@ def packed(case: KVCacheCase, rng: np.random.Generator) -> tuple[dict[str, Any],
     counts = rng.integers(0, case.seqlen_new + 1, len(case.lengths))
     counts[rng.integers(len(counts))] = 0
     # Rows before the first sequence and after the last belong to no sequence.
-    before, behind = rng.integers(0, 3, 2)
+    before, after = rng.integers(0, 3, 2)
     for name in ("k", "v"):
         new = arguments[name]
         none = np.full_like(new[0, :1], np.nan)
         rows = [none] * before + [one[:count] for one, count in zip(new, counts, strict=True)]
-        arguments[name] = np.concatenate([*rows, *[none] * behind])
+        arguments[name] = np.concatenate([*rows, *[none] * after])
     starts = before + np.concatenate([[0], np.cumsum(counts)])
     arguments["cu_seqlens_k_new"] = starts.astype(np.int32)
     return arguments, counts

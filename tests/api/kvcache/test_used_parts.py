@@ -8,21 +8,7 @@ import numpy as np
 import pytest
 from support.comparisons import assert_all_close, with_arrays
 
-from cupy_flash import (
-    MaskMod,
-    attention_backward_reference,
-    attention_reference,
-    attention_varlen_backward_reference,
-    attention_varlen_reference,
-    attention_with_kvcache_reference,
-    flash_attention,
-    flash_attention_backward,
-    flash_attention_varlen,
-    flash_attention_varlen_backward,
-    flash_attention_with_kvcache,
-    plan,
-    seen_pairs,
-)
+import cupy_flash
 from cupy_flash.reference.dense import attention_naive, error_bound, max_error
 
 HEADS_Q, HEADS_KV, DIM = 4, 2, 16
@@ -32,7 +18,7 @@ OPTIONS = [
     {"window_size": (9, 4)},
     {"causal": True, "alibi_slopes": np.array([0.1, 0.2, 0.3, 0.4])},
     {"sinks": np.array([0.5, -np.inf, 2.0, 0.0])},
-    {"mask_mod": MaskMod(lambda i, j: (i - j) % 3 != 1)},
+    {"mask_mod": cupy_flash.MaskMod(lambda i, j: (i - j) % 3 != 1)},
     {"causal": True, "softcap": 3.0, "window_size": (30, None)},
 ]
 ROWS, USED = np.array([7, 0, 40, 65]), np.array([3, 0, 40, 0])
@@ -58,11 +44,11 @@ def test_queries_behind_those_that_are_used_are_left_out(
     more = with_arrays(xp.asarray, {**placed, "seqused_q": USED.astype(np.int32)})
     arrays = [xp.asarray(x) for x in (q, k, v)]
     lengths = [*map(xp.asarray, (starts, first)), int(ROWS.max()), int(KEYS.max())]
-    out, lse = flash_attention_varlen(*arrays, *lengths, **more, return_lse=True)
+    out, lse = cupy_flash.flash_attention_varlen(*arrays, *lengths, **more, return_lse=True)
     inputs = xp.asarray(dout), *arrays
-    gradients = flash_attention_varlen_backward(*inputs, out, lse, *lengths, **more)
-    reference = attention_varlen_reference(*arrays, *lengths, **more)
-    of_reference = attention_varlen_backward_reference(*inputs, *lengths, **more)
+    gradients = cupy_flash.flash_attention_varlen_backward(*inputs, out, lse, *lengths, **more)
+    reference = cupy_flash.attention_varlen_reference(*arrays, *lengths, **more)
+    of_reference = cupy_flash.attention_varlen_backward_reference(*inputs, *lengths, **more)
     out, lse, *gradients = (on_host(x) for x in (out, lse, *gradients))
 
     expected = np.zeros_like(q), np.full(lse.shape, -np.inf)
@@ -73,9 +59,9 @@ def test_queries_behind_those_that_are_used_are_left_out(
         rows, keys = slice(starts[b], starts[b] + used), slice(first[b], first[b + 1])
         one = q[None, rows], k[None, keys], v[None, keys]
         own = {**placed} if offsets is None else {**placed, "q_offset": offsets[b]}
-        result, of_rows = attention_reference(*one, **own, return_lse=True)
+        result, of_rows = cupy_flash.attention_reference(*one, **own, return_lse=True)
         expected[0][rows], expected[1][:, rows] = result[0], of_rows[0]
-        own_gradients = attention_backward_reference(dout[None, rows], *one, **own)
+        own_gradients = cupy_flash.attention_backward_reference(dout[None, rows], *one, **own)
         for total, part, where in zip(right, own_gradients, (rows, keys, keys), strict=True):
             total[where] = part[0]
     for results in ((out, lse), map(on_host, reference)):
@@ -102,12 +88,14 @@ def test_padding_at_the_start_of_a_cache_is_left_out(
     same = {**options, "cache_leftpad": padding, "cache_seqlens": lengths}
     given = with_arrays(xp.asarray, same) | more
     arrays = [xp.asarray(x) for x in (q, *caches)]
-    results = flash_attention_with_kvcache(*arrays, **given, return_lse=True)
-    reference = attention_with_kvcache_reference(*arrays, **given)
+    results = cupy_flash.flash_attention_with_kvcache(*arrays, **given, return_lse=True)
+    reference = cupy_flash.attention_with_kvcache_reference(*arrays, **given)
     for b, (length, first) in enumerate(zip(lengths, padding, strict=True)):
         own, one = slice(int(first), int(length)), slice(b, b + 1)
         inputs = q[one], keys[one, own], values[one, own]
-        expected = [x[0] for x in attention_reference(*inputs, **options, return_lse=True)]
+        expected = [
+            x[0] for x in cupy_flash.attention_reference(*inputs, **options, return_lse=True)
+        ]
         for found in (results, (reference.out, reference.lse)):
             assert_all_close((on_host(x)[b] for x in found), expected, rtol=0, atol=1e-12)
 
@@ -131,10 +119,10 @@ def test_windows_may_begin_elsewhere_in_each_sequence(
     if xp.__name__ == "cupy":
         given["family"] = "decode"
     if is_cached:
-        out, lse = flash_attention_with_kvcache(*arrays, cache_seqlens=keys, **given)
+        out, lse = cupy_flash.flash_attention_with_kvcache(*arrays, cache_seqlens=keys, **given)
     else:
-        out, lse = flash_attention(*arrays, **given)
-    expected = attention_reference(q, k, v, **options, q_offset=offsets, return_lse=True)
+        out, lse = cupy_flash.flash_attention(*arrays, **given)
+    expected = cupy_flash.attention_reference(q, k, v, **options, q_offset=offsets, return_lse=True)
     bound = error_bound(attention_naive(q, k, v, **options, q_offset=offsets), expected[0], q.dtype)
     assert max_error(on_host(out), expected[0]) <= bound
     np.testing.assert_allclose(on_host(lse), expected[1], rtol=0, atol=1e-4)
@@ -152,7 +140,7 @@ def test_more_queries_than_there_are_cannot_be_used(used: list[int], message: st
     starts = np.concatenate([[0], np.cumsum(ROWS)]).astype(np.int32)
     q = np.zeros((starts[-1], HEADS_Q, DIM))
     with pytest.raises(ValueError, match=message):
-        flash_attention_varlen(*[q] * 3, *[starts] * 2, 65, 65, seqused_q=used)
+        cupy_flash.flash_attention_varlen(*[q] * 3, *[starts] * 2, 65, 65, seqused_q=used)
 
 
 def test_lengths_of_another_kind_of_call_are_refused() -> None:
@@ -160,29 +148,33 @@ def test_lengths_of_another_kind_of_call_are_refused() -> None:
     starts = np.array([0, 4, 8], np.int32)
     packed = [q.reshape(8, HEADS_Q, DIM)] * 3
     with pytest.raises(ValueError, match="seqused_q is for packed sequences"):
-        flash_attention_with_kvcache(q, q, q, cache_seqlens=4, seqused_q=lengths)  # type: ignore[call-arg]
+        cupy_flash.flash_attention_with_kvcache(q, q, q, cache_seqlens=4, seqused_q=lengths)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="cache_leftpad is for KV caches; pass mask_mod"):
-        flash_attention_varlen(*packed, starts, starts, 4, 4, cache_leftpad=lengths)  # type: ignore[call-arg]
+        cupy_flash.flash_attention_varlen(*packed, starts, starts, 4, 4, cache_leftpad=lengths)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match=r"cache_leftpad\[1\] is 5; expected at most 4: the cache"):
-        flash_attention_with_kvcache(q, q, q, cache_seqlens=4, cache_leftpad=[0, 5])
+        cupy_flash.flash_attention_with_kvcache(q, q, q, cache_seqlens=4, cache_leftpad=[0, 5])
 
 
 def test_positions_of_queries_have_something_to_place_in_both_directions() -> None:
     q, lse = np.zeros((2, 4, HEADS_Q, DIM)), np.zeros((2, HEADS_Q, 4))
     with pytest.raises(ValueError, match="q_offset is for a causal mask"):
-        flash_attention_backward(q, q, q, q, q, lse, q_offset=[2, 6])
+        cupy_flash.flash_attention_backward(q, q, q, q, q, lse, q_offset=[2, 6])
 
 
 def test_one_integer_for_all_sequences_is_told_from_an_array() -> None:
     q = np.zeros((2, 4, HEADS_Q, DIM))
     message = "q_offset is 3, one integer; expected an int32 array, or a list"
     with pytest.raises(TypeError, match=message):
-        flash_attention_with_kvcache(q, q, q, cache_seqlens=4, causal=True, q_offset=3)
+        cupy_flash.flash_attention_with_kvcache(q, q, q, cache_seqlens=4, causal=True, q_offset=3)
 
 
 def test_a_plan_counts_no_blocks_of_positions_in_arrays() -> None:
     q = np.zeros((2, 512, HEADS_Q, DIM))
-    text = str(plan(flash_attention, q, q, q, causal=True, q_offset=[0, 0], arch="sm_90"))
+    text = str(
+        cupy_flash.plan(
+            cupy_flash.flash_attention, q, q, q, causal=True, q_offset=[0, 0], arch="sm_90"
+        )
+    )
     assert "q_offset per sequence" in text
     assert "computed" not in text
 
@@ -190,10 +182,10 @@ def test_a_plan_counts_no_blocks_of_positions_in_arrays() -> None:
 @pytest.mark.parametrize("name", ["q_offset", "seqused_q", "cache_leftpad"])
 def test_a_picture_of_a_sequence_that_there_is_not_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} has shape \(2,\), but b is 3"):
-        seen_pairs(5, 9, b=3, causal=True, **{name: [2, 6]})
+        cupy_flash.seen_pairs(5, 9, b=3, causal=True, **{name: [2, 6]})
 
 
 def test_the_reference_takes_integers_only() -> None:
     q = np.zeros((2, 4, HEADS_Q, DIM))
     with pytest.raises(TypeError, match="an array has dtype float64; expected integers"):
-        attention_reference(q, q, q, causal=True, q_offset=[1.5, 2])
+        cupy_flash.attention_reference(q, q, q, causal=True, q_offset=[1.5, 2])

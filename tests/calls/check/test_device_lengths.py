@@ -16,15 +16,7 @@ import pytest
 from support.gpu import fake_gpu
 from support.gpu.fake_gpu import FakeArray, FakeGpu
 
-from cupy_flash import (
-    apply_rotary,
-    apply_rotary_vjp,
-    flash_attention,
-    flash_attention_backward,
-    flash_attention_varlen,
-    flash_attention_varlen_backward,
-    flash_attention_with_kvcache,
-)
+import cupy_flash
 from cupy_flash.calls import rotary
 from cupy_flash.calls.check import device_lengths
 from cupy_flash.calls.gpu.backward import GRADIENTS
@@ -90,11 +82,14 @@ def _with_gradients(values: dict[str, Any]) -> dict[str, Any]:
 
 
 CALLS = {
-    "dense": (flash_attention, _dense),
-    "varlen": (flash_attention_varlen, _packed),
-    "kvcache": (flash_attention_with_kvcache, _cached),
-    "dense backward": (flash_attention_backward, lambda: _with_gradients(_dense())),
-    "packed backward": (flash_attention_varlen_backward, lambda: _with_gradients(_packed())),
+    "dense": (cupy_flash.flash_attention, _dense),
+    "varlen": (cupy_flash.flash_attention_varlen, _packed),
+    "kvcache": (cupy_flash.flash_attention_with_kvcache, _cached),
+    "dense backward": (cupy_flash.flash_attention_backward, lambda: _with_gradients(_dense())),
+    "packed backward": (
+        cupy_flash.flash_attention_varlen_backward,
+        lambda: _with_gradients(_packed()),
+    ),
 }
 APPENDED: dict[str, Any] = dict.fromkeys(("k", "v"), _zeros(5, HEADS, DIM))
 APPENDED |= {"v_cache": _zeros(6, 4, HEADS, DIM), "cu_seqlens_k_new": [0, 2, 9]}
@@ -155,13 +150,13 @@ def test_positions_on_a_gpu_are_checked(
     positions = gpu.lengths(2, 3)
     values = np.array([[0, 1, 2], [3, 4, 5]])
     positions.get = lambda: values
-    _, pull_back = apply_rotary_vjp(x, table, table, positions)
+    _, pull_back = cupy_flash.apply_rotary_vjp(x, table, table, positions)
     pull_back(x)
     assert len(computed) == 2
     values[1, 2] = wrong
     is_refused = is_enabled and not is_capturing
     error = pytest.raises(ValueError, match=rf"positions\[1, 2\] is {wrong}; expected 0 to 5")
-    for call in (lambda: apply_rotary(x, table, table, positions), lambda: pull_back(x)):
+    for call in (lambda: cupy_flash.apply_rotary(x, table, table, positions), lambda: pull_back(x)):
         with error if is_refused else contextlib.nullcontext():
             call()
     assert len(computed) == (2 if is_refused else 4)

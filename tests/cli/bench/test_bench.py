@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from click.testing import Result
-from support import commands
+from support.cli import commands
 from support.gpu import fake_cupy
 from threadpoolctl import threadpool_info, threadpool_limits
 

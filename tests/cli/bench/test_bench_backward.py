@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import commands
+from support.cli import commands
 from support.gpu import fake_cupy
 
 from cupy_flash.cli.bench.table import timing_text
@@ -143,9 +143,9 @@ def test_each_gradient_is_checked(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--cache",), "--cache goes with forward calls only; leave out --backward"),
-        (("--lengths", "7,3", "--num-splits", "2"), "--num-splits goes with forward calls only"),
-        (("--preset", "fa3-grid"), "--backward does not go with --preset fa3-grid"),
+        (("--cache",), "--cache is for forward calls; leave out --backward"),
+        (("--lengths", "7,3", "--num-splits", "2"), "--num-splits is for forward calls"),
+        (("--preset", "fa3-grid"), "--backward cannot be combined with --preset fa3-grid"),
     ],
 )
 def test_what_has_no_gradients_is_refused_in_one_line(options: tuple[str, ...], says: str) -> None:

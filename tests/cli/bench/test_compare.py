@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.bench_records import invoke, refused, row, write
-from support.commands import written
+from support.cli.bench_records import invoke, refused, row, write
+from support.cli.commands import written
 
 from cupy_flash.cli.bench.compare import compare
 

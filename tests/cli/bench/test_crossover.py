@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import commands
+from support.cli import commands
 
 from cupy_flash.cli.bench.crossover import as_record, print_crossover, verdicts
 from cupy_flash.cli.cases import presets

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.bench_records import METADATA, invoke, refused, row, write
+from support.cli.bench_records import METADATA, invoke, refused, row, write
 
 from cupy_flash.cli.bench.plot import Picture, length_text, picture, plot
 from cupy_flash.cli.records.report import Record

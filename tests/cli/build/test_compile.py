@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from support import commands
+from support.cli import commands
 from support.compilers import needs_compiler
 
 from cupy_flash.cli.build import build as build_module

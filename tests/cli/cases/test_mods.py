@@ -11,16 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import Result
-from support import commands
+from support.cli import commands
 from support.gpu import fake_cupy
 
-from cupy_flash import (
-    flash_attention,
-    flash_attention_backward,
-    flash_attention_varlen,
-    flash_attention_with_kvcache,
-    plan,
-)
+import cupy_flash
 from cupy_flash.cli.bench.bench import _choose_providers
 from cupy_flash.cli.cases import inputs as inputs_module
 from cupy_flash.cli.cases.built_in import BUILT_IN
@@ -119,22 +113,22 @@ def plan_of(inputs: Inputs) -> Any:
     call = inputs.call(on_gpu=False)
     q, k, v = call.args
     case, options = inputs.case, dict(call.keywords)
-    functions = {"dense": flash_attention, "varlen": flash_attention_varlen}
-    functions["cache"] = flash_attention_with_kvcache
+    functions = {"dense": cupy_flash.flash_attention, "varlen": cupy_flash.flash_attention_varlen}
+    functions["cache"] = cupy_flash.flash_attention_with_kvcache
     if case.kind == "cache":
         options["num_splits"] = case.asked_splits
-    return plan(functions[case.kind], q, k, v, arch="sm_90", **options)
+    return cupy_flash.plan(functions[case.kind], q, k, v, arch="sm_90", **options)
 
 
 @pytest.mark.parametrize("case", cases())
 def test_a_case_poses_the_problem_that_its_arrays_pose(case: Case) -> None:
     case = dataclasses.replace(case, dtype="float16")
-    posed = plan_of(random_inputs(case, 0, on_gpu=False)).problem
+    planned = plan_of(random_inputs(case, 0, on_gpu=False)).problem
 
-    assert case.problem().score == posed.score
-    assert posed.score is not None
+    assert case.problem().score == planned.score
+    assert planned.score is not None
     if case.kind != "varlen":
-        assert case.problem() == posed
+        assert case.problem() == planned
 
 
 @pytest.mark.parametrize("mods", ALL)
@@ -142,9 +136,11 @@ def test_a_case_of_gradients_poses_the_problem_that_its_arrays_pose(mods: str) -
     case = dataclasses.replace(dense(mods, causal=True), dtype="float16")
     call = random_inputs(case, 0, on_gpu=False).call(on_gpu=False)
     q, k, v = call.args
-    posed = plan(flash_attention_backward, q=q, k=k, v=v, arch="sm_90", **call.keywords).problem
+    planned = cupy_flash.plan(
+        cupy_flash.flash_attention_backward, q=q, k=k, v=v, arch="sm_90", **call.keywords
+    ).problem
 
-    assert dataclasses.replace(case, direction="backward").problem() == posed
+    assert dataclasses.replace(case, direction="backward").problem() == planned
 
 
 @pytest.mark.parametrize("case", cases())
@@ -331,7 +327,7 @@ def test_a_wrong_option_says_what_is_right(option: str, says: str) -> None:
 
 @pytest.mark.parametrize("names", [("--preset", "gqa"), ("--preset", "mods")])
 def test_what_names_its_cases_takes_no_modifications(names: tuple[str, str]) -> None:
-    assert "--sinks does not go with --preset" in bench(*names, "--sinks", code=2).stderr
+    assert "--sinks cannot be combined with --preset" in bench(*names, "--sinks", code=2).stderr
 
 
 def test_a_record_holds_what_modified_a_case_and_gives_it_back(tmp_path: Path) -> None:

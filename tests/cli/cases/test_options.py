@@ -9,7 +9,7 @@ import click
 import numpy as np
 import pytest
 from click.shell_completion import ShellComplete
-from support.commands import input_options, only_line, refusal, run
+from support.cli.commands import input_options, only_line, refusal, run
 
 from cupy_flash.cli.cases import presets
 from cupy_flash.cli.cases.cases import Case, describe, sweep
@@ -171,10 +171,10 @@ def test_the_float32_preset_compares_with_the_best_of_two_torch_backends() -> No
             "bench --provider numpy-naive --baseline torch-flash",
             "--baseline torch-flash is not among the providers; expected some of numpy-naive",
         ),
-        ("bench --preset fa3-grid --batch 3", "--batch does not go with --preset"),
+        ("bench --preset fa3-grid --batch 3", "--batch cannot be combined with --preset"),
         (
             "bench --preset fa3-grid --input {file}",
-            "--input does not go with --preset: both define the cases",
+            "--input cannot be combined with --preset: both define the cases",
         ),
         ("bench --preset fa4", "'fa4' is not one of 'fa3-grid', 'float32'"),
         ("bench --tile threads", "'threads' is not NAME=NUMBER"),
@@ -195,7 +195,7 @@ def test_the_float32_preset_compares_with_the_best_of_two_torch_backends() -> No
         ),
         (
             "tune --backend cpu --preset decode --workload {file}",
-            "--preset does not go with --workload: both define the cases",
+            "--preset cannot be combined with --workload: both define the cases",
         ),
         ("compile --arch hopper", "unknown architecture 'hopper'; expected one of sm_75,"),
         ("compile --list --output cubins", "--list builds nothing to write; leave out"),
@@ -260,9 +260,9 @@ def test_dtypes_may_be_named_as_tables_print_them() -> None:
 @pytest.mark.parametrize(
     ("command", "told"),
     [
-        ("bench", "Numbers of query rows. [default: 1024,4096; on the CPU 1024,2048]"),
-        ("tune", "Numbers of query heads. [default: 16; on the CPU 8]"),
-        ("profile", "Batch sizes. [default: 1]"),
+        ("bench", "Number of query rows. [default: 1024,4096; on the CPU 1024,2048]"),
+        ("tune", "Number of query heads. [default: 16; on the CPU 8]"),
+        ("profile", "Batch size. [default: 1]"),
         ("roofline", "fp32, fp64. [default: float16]"),
         ("bench", "[default: batch 8, seqlen_q 1, seqlen_k 8192, heads 32, kv_heads 8, head_dim"),
     ],

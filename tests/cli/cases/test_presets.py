@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support import commands
+from support.cli import commands
 
 from cupy_flash.cli.bench.table import STANDARD_PROVIDERS, print_cells, record_row
 from cupy_flash.cli.cases import presets

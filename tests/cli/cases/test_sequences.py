@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import Result
-from support import commands
+from support.cli import commands
 from support.gpu import fake_cupy
 
 from cupy_flash.api.kvcache import flash_attention_with_kvcache
@@ -22,16 +22,9 @@ from cupy_flash.calls.check.problems import problem_of
 from cupy_flash.calls.options import Options
 from cupy_flash.cli.bench import bench as bench_module
 from cupy_flash.cli.bench.table import print_cells, record_row
-from cupy_flash.cli.cases import presets
+from cupy_flash.cli.cases import presets, sequences
 from cupy_flash.cli.cases.cases import Case, describe
 from cupy_flash.cli.cases.inputs import Inputs, can_share_pages, random_inputs
-from cupy_flash.cli.cases.sequences import (
-    arrays_of,
-    equal_length_case,
-    long_tail,
-    repeatable,
-    rows_of,
-)
 from cupy_flash.cli.measure.check import Check, choose_blocks
 from cupy_flash.cli.measure.runner import Cell, Runner, Settings, set_speedups, too_large
 from cupy_flash.cli.measure.timing import Spread, Timed
@@ -135,7 +128,10 @@ def test_a_paged_cache_has_whole_pages_and_its_problem_the_pages_strides() -> No
         (varlen(append=True), "need kind cache"),
         (dataclasses.replace(cache(), layout="bhsd"), "are 'bshd'"),
         (dataclasses.replace(cache(causal=True), q_offset=3), "take no q_offset"),
-        (dataclasses.replace(varlen(), batch=3), "4 lengths up to 203 do not go with batch 3"),
+        (
+            dataclasses.replace(varlen(), batch=3),
+            "4 lengths up to 203 cannot be combined with batch 3",
+        ),
         (dataclasses.replace(varlen(), seqlen_q=7), "attend to themselves"),
         (dataclasses.replace(cache(), batch=0), "batch is 0"),
         (dataclasses.replace(cache(), kind="caches"), "expected one of dense, cache, varlen"),
@@ -174,21 +170,23 @@ def test_labels_name_pages_steps_and_the_range_of_lengths() -> None:
 
 
 def test_a_long_tailed_draw_spans_the_range_and_is_the_same_again() -> None:
-    lengths = long_tail(64, 16384, seed=3)
+    lengths = sequences.long_tail(64, 16384, seed=3)
 
     assert (min(lengths), max(lengths)) == (16, 16384)
     # The logarithms are spread evenly, so the median is near the geometric mean of 16 and 16384.
     assert np.median(lengths) < 1024
-    assert lengths == long_tail(64, 16384, seed=3) != long_tail(64, 16384, seed=4)
+    assert (
+        lengths == sequences.long_tail(64, 16384, seed=3) != sequences.long_tail(64, 16384, seed=4)
+    )
 
 
 @pytest.mark.parametrize("longest", [1, 7, 16])
 def test_a_short_range_has_no_tail(longest: int) -> None:
-    assert set(long_tail(5, longest, seed=0)) == {longest}
+    assert set(sequences.long_tail(5, longest, seed=0)) == {longest}
 
 
 def test_shuffled_pages_are_each_of_one_sequence() -> None:
-    table = arrays_of(cache(page_size=16), 0)["block_table"]
+    table = sequences.arrays_of(cache(page_size=16), 0)["block_table"]
 
     assert table.shape == (2, 13)
     assert sorted(table.reshape(-1)) == list(range(26))
@@ -263,7 +261,7 @@ def test_a_row_that_is_off_fails_the_check(case: Case) -> None:
     inputs = random_inputs(case, 5, on_gpu=False)
     check = Check(inputs, 5, on_gpu=False)
     out = inputs.call(on_gpu=False, backend="cpu")()
-    rows_of(case, out, inputs.more, case.batch - 1, 1)[:, -1] += 0.1
+    sequences.rows_of(case, out, inputs.more, case.batch - 1, 1)[:, -1] += 0.1
 
     assert check.error(out) > check.coverage.bound
 
@@ -390,14 +388,14 @@ def test_torch_takes_caches_of_one_length_in_no_pages(
     assert reason is None if says is None else says in (reason or "")
 
 
-def test_the_uniform_twin_has_about_the_rows_and_flops_of_the_batch() -> None:
+def test_the_equal_length_case_has_about_the_rows_and_flops_of_the_batch() -> None:
     case = presets.preset("varlen").cases[0]
-    twin = equal_length_case(case)
+    uniform = sequences.equal_length_case(case)
 
-    assert twin.seqlen_q == twin.seqlen_k
-    assert twin.seqlen_q % 128 == 0
-    assert twin.flops() == pytest.approx(case.flops(), rel=0.15)
-    assert twin.query_rows == pytest.approx(case.query_rows, rel=0.15)
+    assert uniform.seqlen_q == uniform.seqlen_k
+    assert uniform.seqlen_q % 128 == 0
+    assert uniform.flops() == pytest.approx(case.flops(), rel=0.15)
+    assert uniform.query_rows == pytest.approx(case.query_rows, rel=0.15)
 
 
 class TwoMilliseconds:
@@ -423,15 +421,15 @@ def timed(case: Case, *names: str) -> list[Cell]:
 
 
 @pytest.mark.usefixtures("without_gpu")
-def test_times_of_the_uniform_twin_are_scaled_to_the_flops_of_the_batch() -> None:
+def test_times_of_the_equal_length_case_are_scaled_to_the_flops_of_the_batch() -> None:
     case = varlen()
-    ours, twin = timed(case, "cupy_flash-cpu", "cupy_flash-uniform")
-    scale = case.flops() / equal_length_case(case).flops()
-    set_speedups([ours, twin], ["cupy_flash-uniform"])
-    rows = [record_row(cell, None, "a CPU", {}) for cell in (ours, twin)]
+    ours, uniform = timed(case, "cupy_flash-cpu", "cupy_flash-uniform")
+    scale = case.flops() / sequences.equal_length_case(case).flops()
+    set_speedups([ours, uniform], ["cupy_flash-uniform"])
+    rows = [record_row(cell, None, "a CPU", {}) for cell in (ours, uniform)]
 
-    assert twin.passed
-    assert twin.time == Spread(*(pytest.approx(2 * scale),) * 3, 3)
+    assert uniform.passed
+    assert uniform.time == Spread(*(pytest.approx(2 * scale),) * 3, 3)
     assert rows[0]["speedup"] == pytest.approx(scale)
     assert rows[0]["speedup"] == pytest.approx(rows[0]["tflops"] / rows[1]["tflops"])
     assert "flash_attention of " in rows[1]["note"]
@@ -551,8 +549,8 @@ def test_long_tailed_lengths_are_printed_so_that_they_can_be_had_again(tmp_path:
     (again,) = re.findall(r"--lengths ([\d,]+)", drawn)
     (row,) = record(tmp_path, "--lengths", again, *shape)["rows"]
 
-    assert repeatable(long_tail(5, 113, 0)) == again
-    assert row["lengths"] == list(long_tail(5, 113, 0))
+    assert sequences.repeatable(sequences.long_tail(5, 113, 0)) == again
+    assert row["lengths"] == list(sequences.long_tail(5, 113, 0))
     assert (row["kind"], row["batch"], row["seqlen_q"]) == ("varlen", 5, 113)
 
 
@@ -616,12 +614,12 @@ def test_without_a_gpu_packed_sequences_stand_beside_equal_ones(tmp_path: Path) 
         ("--lengths uniform --batch 10000000000", "--batch 10000000000 is too many for --lengths"),
         ("--lengths long-tail --batch 1000000000", "expected at most 65536 sequences"),
         (f"--cache --batch {10**20}", f"batch is {10**20}; expected at most 2147483647"),
-        ("--lengths 3,4 --batch 2", "--batch does not go with --lengths"),
-        ("--lengths uniform --seqlen-k 3", "--seqlen-k does not go with --lengths"),
+        ("--lengths 3,4 --batch 2", "--batch cannot be combined with --lengths"),
+        ("--lengths uniform --seqlen-k 3", "--seqlen-k cannot be combined with --lengths"),
         ("--lengths uniform --append", "--append needs a cache"),
-        ("--cache --q-offset 3", "--q-offset does not go with --cache"),
-        ("--cache --layout bhsd", "--layout bhsd does not go with --cache"),
-        ("--preset decode --cache", "--cache does not go with --preset decode"),
+        ("--cache --q-offset 3", "--q-offset cannot be combined with --cache"),
+        ("--cache --layout bhsd", "--layout bhsd cannot be combined with --cache"),
+        ("--preset decode --cache", "--cache cannot be combined with --preset decode"),
         ("--cache --append --seqlen-q 5 --lengths 3,9", "expected at least 5"),
         ("--cache --page-size x", "'x' is not a whole number from 0"),
     ],
@@ -634,7 +632,7 @@ def test_real_inputs_are_no_caches(tmp_path: Path) -> None:
     arrays = {name: np.ones((1, 5, 2, 8), np.float32) for name in "qkv"}
     result = bench(*commands.input_options(tmp_path, **arrays), "--cache", code=2)
 
-    assert "--cache does not go with --input" in result.stderr
+    assert "--cache cannot be combined with --input" in result.stderr
 
 
 # ---- Output and records of GPU runs

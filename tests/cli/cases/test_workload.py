@@ -112,7 +112,7 @@ def test_a_bad_row_is_refused_in_one_line_that_names_the_row_and_the_field(
 
 
 def test_a_csv_row_with_more_cells_than_names_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(click.UsageError, match=r"row 1 of .* has more cells than the header"):
+    with pytest.raises(click.UsageError, match=r"row 1 of .* has more values than the header"):
         read_csv(tmp_path, "seqlen_q,heads_q,head_dim\n113,4,24,7\n")
 
 
@@ -204,7 +204,7 @@ def test_a_cache_and_its_lengths_can_be_given_in_json_and_in_csv(tmp_path: Path)
         ({"kind": "paged"}, "kind 'paged': expected one of dense, cache, varlen"),
         ({"page_size": -1}, "page_size -1: expected a whole number from 0"),
         ({"lengths": [203, 0]}, "lengths [203, 0]: expected a whole number from 1"),
-        ({"lengths": [7, 7]}, "2 lengths up to 7 do not go with batch 2 and seqlen_k 203"),
+        ({"lengths": [7, 7]}, "2 lengths up to 7 cannot be combined with batch 2 and seqlen_k 203"),
         ({"append": "maybe"}, "append 'maybe': expected one of"),
     ],
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import commands
+from support.cli import commands
 
 from cupy_flash.cli.bench.table import print_memory
 from cupy_flash.cli.cases import presets

@@ -26,14 +26,14 @@ def test_a_rank_that_fails_is_named_with_its_error() -> None:
 
 
 @pytest.mark.slow
-def test_a_crew_does_not_wait_for_a_rank_that_has_failed() -> None:
+def test_rank_processes_do_not_wait_for_a_rank_that_has_failed() -> None:
     if gpu_unavailable() is None:
         pytest.skip("there is a GPU")
     with pytest.raises(RankError, match=r"rank 1: Traceback"):
         RankProcesses(work, 2, seconds=60)
 
 
-def test_a_crew_waits_for_no_rank_longer_than_it_may() -> None:
+def test_rank_processes_wait_for_no_rank_longer_than_they_may() -> None:
     with pytest.raises(RankError, match="rank 1 did not end in time"):
         RankProcesses(work, 2, seconds=0)
 

@@ -34,7 +34,7 @@ class FakeTimer:
     def __init__(self, one_call: float = 1e-3) -> None:
         self.one_call = one_call
         self.onces = 0
-        self.turns: list[list[Any]] = []
+        self.orders: list[list[Any]] = []
 
     def once(self, timed: Timed) -> float:
         self.onces += 1
@@ -52,7 +52,7 @@ class FakeTimer:
                 order.append(timed.call())
             return 3.0
 
-        self.turns.append(order)
+        self.orders.append(order)
         return alternate(measure, calls, repeats)
 
 
@@ -85,7 +85,7 @@ class FakeProvider(Provider):
 
 
 @pytest.fixture(autouse=True)
-def room(monkeypatch: pytest.MonkeyPatch) -> None:
+def free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cupy_flash.cli.providers.providers.free_bytes", lambda *, on_gpu: 80 * GIB)
 
 
@@ -121,7 +121,7 @@ def test_a_call_that_can_be_captured_is_timed_by_its_replay() -> None:
     first, second = run(captured, called, timer=timer)
 
     assert (first.timed_by, second.timed_by) == ("graph", "events")
-    assert timer.turns == [["replay", "call"] * 5]
+    assert timer.orders == [["replay", "call"] * 5]
 
 
 def test_a_call_that_takes_a_gibibyte_is_not_captured() -> None:

@@ -10,17 +10,7 @@ from typing import Any
 
 import pytest
 
-from cupy_flash.cli.measure.timing import (
-    GpuTimer,
-    HostTimer,
-    Timed,
-    alternate,
-    copy_rate,
-    host_microseconds,
-    repeats_within,
-    replayed,
-    spread,
-)
+from cupy_flash.cli.measure import timing
 
 
 class FakeClock:
@@ -32,11 +22,11 @@ class FakeClock:
     def __call__(self) -> float:
         return self.now
 
-    def call(self, seconds: float) -> Timed:
+    def call(self, seconds: float) -> timing.Timed:
         def work() -> None:
             self.now += seconds
 
-        return Timed(work)
+        return timing.Timed(work)
 
 
 @pytest.fixture
@@ -45,18 +35,18 @@ def clock() -> FakeClock:
 
 
 def test_the_spread_is_the_median_and_the_quartiles() -> None:
-    result = spread([5.0, 1.0, 2.0, 4.0, 3.0])
+    result = timing.spread([5.0, 1.0, 2.0, 4.0, 3.0])
 
     assert (result.low, result.median, result.high, result.repeats) == (2.0, 3.0, 4.0, 5)
     assert result.relative == pytest.approx(1 / 3)
 
 
 def test_a_single_timing_has_no_spread() -> None:
-    assert spread([7.0]).relative == 0.0
+    assert timing.spread([7.0]).relative == 0.0
 
 
 def test_host_times_are_milliseconds_without_the_warm_up(clock: FakeClock) -> None:
-    times = HostTimer(clock).interleaved([clock.call(0.25), clock.call(0.5)], 3, [2, 2])
+    times = timing.HostTimer(clock).interleaved([clock.call(0.25), clock.call(0.5)], 3, [2, 2])
 
     assert times == [[250.0, 250.0], [500.0, 500.0]]
     assert clock.now == 5 * 0.25 + 5 * 0.5
@@ -64,14 +54,14 @@ def test_host_times_are_milliseconds_without_the_warm_up(clock: FakeClock) -> No
 
 def test_providers_take_turns_and_one_with_fewer_repeats_sits_out_the_last_rounds() -> None:
     order: list[str] = []
-    first, second = Timed(lambda: None), Timed(lambda: 1)
+    first, second = timing.Timed(lambda: None), timing.Timed(lambda: 1)
     names = {first: "first", second: "second"}
 
-    def measure(timed: Timed) -> str:
+    def measure(timed: timing.Timed) -> str:
         order.append(names[timed])
         return names[timed]
 
-    results = alternate(measure, [first, second], [3, 1])
+    results = timing.alternate(measure, [first, second], [3, 1])
 
     assert order == ["first", "second", "first", "first"]
     assert [len(result) for result in results] == [3, 1]
@@ -84,14 +74,14 @@ def test_entering_a_scope_is_not_timed(clock: FakeClock) -> None:
         yield
         clock.now += 100
 
-    assert HostTimer(clock).once(Timed(clock.call(0.5).call, scope)) == 0.5
+    assert timing.HostTimer(clock).once(timing.Timed(clock.call(0.5).call, scope)) == 0.5
 
 
 def test_the_host_time_of_a_call_leaves_the_wait_for_the_gpu_out(clock: FakeClock) -> None:
     def synchronize() -> None:
         clock.now += 10
 
-    result = host_microseconds(clock.call(2e-6), synchronize, calls=40, clock=clock)
+    result = timing.host_microseconds(clock.call(2e-6), synchronize, calls=40, clock=clock)
 
     assert result.median == pytest.approx(2.0, rel=1e-3)
     assert result.repeats == 40
@@ -103,12 +93,12 @@ def test_the_host_time_of_a_call_leaves_the_wait_for_the_gpu_out(clock: FakeCloc
 def test_repeats_are_cut_to_the_seconds_of_a_cell_and_refused_below_three(
     one_repeat: float, expected: int
 ) -> None:
-    assert repeats_within(20.0, one_repeat, 3, 20) == expected
+    assert timing.repeats_within(20.0, one_repeat, 3, 20) == expected
 
 
 @pytest.mark.parametrize("one_repeat", [0.0, 0.1, 1e9])
 def test_without_a_limit_all_repeats_are_made(one_repeat: float) -> None:
-    assert repeats_within(float("inf"), one_repeat, 3, 20) == 20
+    assert timing.repeats_within(float("inf"), one_repeat, 3, 20) == 20
 
 
 def test_the_rest_before_each_call_on_the_host_is_what_a_repeat_costs_besides_it(
@@ -117,7 +107,7 @@ def test_the_rest_before_each_call_on_the_host_is_what_a_repeat_costs_besides_it
     def sleep(seconds: float) -> None:
         clock.now += seconds
 
-    timer = HostTimer(clock, sleep)
+    timer = timing.HostTimer(clock, sleep)
     timer.pause = 0.1
     one_call = timer.once(clock.call(0.25))
     before = clock.now
@@ -163,8 +153,8 @@ class FakeGpu:
 
         return SimpleNamespace(nbytes=size, data=SimpleNamespace(memset_async=memset_async))
 
-    def call(self, name: str) -> Timed:
-        return Timed(lambda: self.stream.append(name))
+    def call(self, name: str) -> timing.Timed:
+        return timing.Timed(lambda: self.stream.append(name))
 
 
 @pytest.fixture
@@ -176,7 +166,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
 
 def test_on_a_gpu_the_l2_is_flushed_before_the_events_around_each_call(gpu: FakeGpu) -> None:
-    times = GpuTimer().interleaved([gpu.call("ours"), gpu.call("theirs")], 1, [2, 2])
+    times = timing.GpuTimer().interleaved([gpu.call("ours"), gpu.call("theirs")], 1, [2, 2])
     timed = [entry for entry in gpu.stream if not entry.startswith("flush")]
 
     assert times == [[1.5, 1.5], [1.5, 1.5]]
@@ -191,7 +181,7 @@ def test_on_a_gpu_the_l2_is_flushed_before_the_events_around_each_call(gpu: Fake
 
 
 def test_repeats_on_a_gpu_are_enqueued_without_waiting_in_between(gpu: FakeGpu) -> None:
-    GpuTimer().interleaved([gpu.call("ours")], 3, [20])
+    timing.GpuTimer().interleaved([gpu.call("ours")], 3, [20])
 
     assert gpu.synchronizations == 1
 
@@ -209,11 +199,11 @@ def test_one_call_on_a_gpu_lasts_from_an_idle_gpu_to_its_end(
     monkeypatch.setattr("cupy_flash.cli.measure.timing.time.perf_counter", clock)
     gpu.call("theirs").call()
 
-    assert GpuTimer().once(gpu.call("ours")) == seconds["ours"]
+    assert timing.GpuTimer().once(gpu.call("ours")) == seconds["ours"]
 
 
 def test_a_copy_counts_bytes_read_and_bytes_written(gpu: FakeGpu) -> None:
-    assert copy_rate() == pytest.approx(2 * 2**30 / 1.5e-3 / 1e12)
+    assert timing.copy_rate() == pytest.approx(2 * 2**30 / 1.5e-3 / 1e12)
     assert gpu.stream.count("copy") == 23
 
 
@@ -266,7 +256,7 @@ def test_a_call_is_captured_once_it_was_made_on_the_stream_and_what_cannot_be_is
         if fails and gpu.capturing:
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    graph = replayed(Timed(call))
+    graph = timing.replayed(timing.Timed(call))
 
     assert made == [False, True]
     assert not gpu.capturing

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import commands
+from support.cli import commands
 from support.gpu import fake_cupy
 
 from cupy_flash.cli.cases.cases import Case

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from support.commands import written
+from support.cli.commands import written
 
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.cases.mods import CaseMods

@@ -9,7 +9,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
-from support import commands
+from support.cli import commands
 
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.cases.inputs import random_inputs

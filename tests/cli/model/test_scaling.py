@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from support import commands
-from support.benchmark_scripts import IN_CHECKOUT
+from support.cli import commands
+from support.cli.benchmark_scripts import IN_CHECKOUT
 
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.model.ranks import Links, counts, estimate
@@ -155,9 +155,9 @@ def test_the_table_fits_a_terminal_and_says_what_it_assumes() -> None:
         (("--gpus", "4", "--link", "-3"), "'-3' is not a number from 0.001 to 1e+09"),
         (("--gpus", "4", "--network", "nan"), "'nan' is not a number from 0.001"),
         (("--gpus", "8", "--rate", "1e308"), "'1e308' is not a number from 0.001"),
-        (("--link", "250"), "--link does not go with one GPU"),
-        (("--rate", "650"), "--rate does not go with one GPU"),
-        (("--head-ranks", "1"), "--head-ranks does not go with one GPU"),
+        (("--link", "250"), "--link cannot be combined with one GPU"),
+        (("--rate", "650"), "--rate cannot be combined with one GPU"),
+        (("--head-ranks", "1"), "--head-ranks cannot be combined with one GPU"),
         (("--gpus", "4", "--seqlen-k", "7"), "as many queries as keys"),
         (("--gpus", "4", "--seqlen-q", "0"), "expected a case that has some"),
         (("--gpus", "4", "--plot", "x.svg"), "leave out --measure"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import commands
+from support.cli import commands
 
 from cupy_flash import parallel
 from cupy_flash.cli.bench.bench import bench
@@ -19,12 +19,6 @@ from cupy_flash.cli.providers import several_gpus
 from cupy_flash.cli.providers.several_gpus import SeveralGpus, ShardedCall
 
 CASE = Case("float32", 2, 60, 60, 4, 2, 16, 16, causal=True)
-
-
-@pytest.fixture(scope="module")
-def group() -> parallel.Group:
-    mpi = pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
-    return parallel.Group(mpi.COMM_SELF)
 
 
 @pytest.mark.parametrize(
@@ -71,13 +65,13 @@ def test_a_capture_that_fails_ends_the_ranks_and_says_so(
 ) -> None:
     """The failure may have interrupted a call, after which the group cannot be used."""
     done: list[Any] = []
-    crew: Any = SimpleNamespace(
+    rank_processes: Any = SimpleNamespace(
         send_order=lambda *order: done.append(order[0]),
         close=lambda: done.append("close"),
         communicator=SimpleNamespace(abort=lambda: done.append("abort")),
     )
     monkeypatch.setattr(several_gpus, "replayed", lambda timed: None)
-    monkeypatch.setattr(several_gpus, "RankProcesses", lambda work, gpus: crew)
+    monkeypatch.setattr(several_gpus, "RankProcesses", lambda work, gpus: rank_processes)
     monkeypatch.setattr(parallel, "Group", lambda communicator, timeout: group)
     monkeypatch.setattr(Inputs, "gpu", Inputs.host)
     inputs = random_inputs(CASE, 0, on_gpu=False)
@@ -120,7 +114,7 @@ def test_without_the_gpus_it_says_so() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("--head-ranks", "1"), "--head-ranks does not go with one GPU; it is for --gpus"),
+        (("--head-ranks", "1"), "--head-ranks cannot be combined with one GPU; it is for --gpus"),
         (("--gpus", "1000"), "--gpus is 1000, but"),
     ],
 )

@@ -220,5 +220,5 @@ def test_torchs_own_call_refuses_what_it_has_no_argument_for(
 def test_plain_torch_refuses_modifications(torch: FakeTorch) -> None:
     eager, plain = provider("torch-eager"), dataclasses.replace(case("sinks"), mods=CaseMods())
 
-    assert eager.why_not(case("sinks")) == "the plain formula here has no sinks"
+    assert eager.why_not(case("sinks")) == "this provider does not support sinks"
     assert eager.why_not(plain) is None

@@ -15,10 +15,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from click.testing import Result
-from support import commands
+from support.cli import commands
+from support.cli.sweeps import FakeBuilder, FakeTimer, install_gpu, text_of
 from support.compilers import needs_compiler
 from support.gpu import fake_cupy
-from support.sweeps import FakeBuilder, FakeTimer, install_gpu, text_of
 
 import cupy_flash
 from cupy_flash.cli.build.build import Job
@@ -228,7 +228,7 @@ def test_beside_modified_calls_the_tiles_of_others_are_saved(
 def test_a_table_for_modified_calls_alone_is_refused(tmp_path: Path) -> None:
     said = refused(*SHAPE, "--sinks", "--table", tmp_path / "cpu.json")
 
-    assert "would stay empty: tables of tuned tiles hold only calls" in said
+    assert "would receive no tile: tables of tuned tiles hold only calls" in said
 
 
 def test_another_table_can_be_named_and_says_how_it_was_made(
@@ -438,8 +438,8 @@ def test_a_bad_workload_is_refused_in_one_line_that_names_the_row(tmp_path: Path
         (("--preset", "common"), "--preset common is for GPUs"),
         (("--family", "mma"), "--backend cpu has no --arch and no --family"),
         (("--workload", "nosuch.json"), "does not exist"),
-        (("--max-smem", "1"), "--max-smem does not go with --backend cpu"),
-        (("--workers", "2"), "--workers does not go with --backend cpu"),
+        (("--max-smem", "1"), "--max-smem cannot be combined with --backend cpu"),
+        (("--workers", "2"), "--workers cannot be combined with --backend cpu"),
         (("--min-gain", "nan"), "'nan' is not a number from 0"),
         (("--br", "7"), "no tile of cpu is that size; --br 7: expected some of 32, 64,"),
         (("--table", "t.txt"), "expected one of .json"),
@@ -471,7 +471,7 @@ def test_what_is_wrong_with_the_cases_is_told_before_a_missing_gpu(
     line = ("tune", "--workload", path)
 
     assert "has no head_dim" in commands.refusal(*line)
-    assert "--window does not go with --wor" in commands.refusal(*line, "--window", "9:0")
+    assert "--window cannot be combined with --wor" in commands.refusal(*line, "--window", "9:0")
 
 
 def test_a_shape_that_does_not_fit_the_memory_is_refused_in_one_line(
@@ -633,7 +633,8 @@ def test_a_tile_that_does_not_run_is_dropped_with_the_reason(clock: FakeTimer) -
     ids=lambda given: given[0],
 )
 def test_the_report_takes_no_option_of_a_sweep(given: tuple[str, ...]) -> None:
-    assert f"{given[0]} does not go with --report" in commands.refusal("tune", "--report", *given)
+    refusal = commands.refusal("tune", "--report", *given)
+    assert f"{given[0]} cannot be combined with --report" in refusal
 
 
 def test_a_sweep_of_some_tiles_removes_no_entry(home: Path, clock: FakeTimer) -> None:
@@ -973,7 +974,7 @@ SIZES = "q4096 k4096 rows65536 align16"
         (f"float32 d64 dv64 full {SIZES}", None),
     ],
 )
-def test_the_16_bit_types_are_each_others_twins(one: str, other: str | None) -> None:
+def test_the_other_16_bit_class_differs_in_dtype_alone(one: str, other: str | None) -> None:
     assert other_16bit_class(one) == other
 
 
@@ -982,7 +983,7 @@ def field_of(problem_class: str) -> Sweep:
     return Sweep(Group(problem_class, (case,)), cpu_candidates([case], Limits()))
 
 
-def test_after_its_twin_a_sweep_tries_what_did_well_there_and_the_default() -> None:
+def test_after_the_other_16_bit_class_a_sweep_tries_what_did_well_there_and_the_default() -> None:
     sweep = field_of(f"float16 d64 dv64 full {SIZES}")
     default, second, *_, last = [c.tile for c in sweep.candidates]
     shorten(sweep, {f"bfloat16 d64 dv64 full {SIZES}": [last, second]})
@@ -1091,7 +1092,7 @@ def test_what_names_its_cases_takes_no_options_on_sequences(kind: str, tmp_path:
     options = kind.format(file=file).split()
 
     said = commands.refusal("tune", "--arch", "sm_90", *options, "--cache")
-    assert "--cache does not go with --" in said
+    assert "--cache cannot be combined with --" in said
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from support import commands
+from support.cli import commands
+from support.cli.sweeps import install_gpu
 from support.gpu import fake_cupy
-from support.sweeps import install_gpu
 
 from cupy_flash.cli.cases import inputs as inputs_module
 from cupy_flash.cli.cases.cases import Case
@@ -167,7 +167,7 @@ def test_both_directions_in_a_workload_are_two_sweeps(
     refused = tune("--workload", path, "--backward", code=2)
     result = tune("--workload", path, "--family", "simt", "--max-tiles", "2", "--dry-run")
 
-    assert "--backward does not go with --workload" in refused.stderr
+    assert "--backward cannot be combined with --workload" in refused.stderr
     assert "[1/2] simt fp32 d16 full s64 rows64 backward" in result.stderr
     assert "[2/2] simt fp32 d16 full s64 rows64:" in result.stderr
     fields = {name: set(tile) for name, _, tile in gpu}

@@ -41,14 +41,14 @@ def compare(function: Callable[[np.ndarray], Any], found: Any, x: np.ndarray) ->
     at = [np.broadcast_to(function(x + n * STEP), x.shape) for n in (-1, 0, 1)]
     finite = np.isfinite(at).all(axis=0)
     first, middle, last = (values[finite] for values in at)
-    before, behind = (middle - first) / STEP, (last - middle) / STEP
-    scale = 1 + np.abs(middle) + np.abs(behind)
+    before, after = (middle - first) / STEP, (last - middle) / STEP
+    scale = 1 + np.abs(middle) + np.abs(after)
     # Where the function bends or jumps within the step, one-sided differences bound the error.
-    allowed = np.abs(behind - before) + TOLERANCE * scale
+    allowed = np.abs(after - before) + TOLERANCE * scale
     # Almost all values are compared closely.
     assert (allowed < 1e-3 * scale).mean() > 0.98
     found = np.broadcast_to(found, x.shape)[finite]
-    assert (np.abs((before + behind) / 2 - found) <= allowed).all()
+    assert (np.abs((before + after) / 2 - found) <= allowed).all()
 
 
 # Differentiable functions of reals, by the name of NumPy's function or of another notation.

@@ -314,7 +314,7 @@ def test_constants_are_folded_and_neutral_elements_left_out() -> None:
     assert MaskMod(lambda i, j: i - j <= i - j).expression is TRUE
 
 
-def test_walkers_visit_each_node_once_behind_its_arguments() -> None:
+def test_walkers_process_each_node_once_after_its_arguments() -> None:
     x = SCORE
     for _ in range(200):
         x = operation("add", x, x)

@@ -23,14 +23,7 @@ from support.gradients.edge_gradients import (
 )
 from support.gradients.gradient_rule import check_gradients
 
-from cupy_flash import (
-    UnsupportedError,
-    attention_backward_reference,
-    flash_attention,
-    flash_attention_backward,
-    flash_attention_varlen,
-    flash_attention_varlen_backward,
-)
+import cupy_flash
 
 pytestmark = pytest.mark.gpu
 
@@ -52,7 +45,7 @@ def backward(call: EdgeCall, arrays: dict[str, np.ndarray], results: Any, family
     """Return the gradients of a family; skip the test if it does not support the call."""
     try:
         return call.backward(arrays, results, cupy, family=family)
-    except UnsupportedError as error:
+    except cupy_flash.UnsupportedError as error:
         pytest.skip(str(error))
 
 
@@ -101,7 +94,7 @@ def test_rows_that_see_other_keys_with_little_weight_have_gradients(
     call = confident_call(dtype, head_dim, rng)
     try:
         check_gradients(call, call.run(cupy, family=family))
-    except UnsupportedError as error:
+    except cupy_flash.UnsupportedError as error:
         pytest.skip(str(error))
 
 
@@ -159,14 +152,14 @@ def test_packed_rows_without_keys_leave_no_trace(
     for name in ("q", "dout"):
         arrays[name][hidden] = 0
     q, k, v, dout = arrays.values()
-    out, lse = flash_attention_varlen(q, k, v, *given, return_lse=True, **options)
+    out, lse = cupy_flash.flash_attention_varlen(q, k, v, *given, return_lse=True, **options)
 
     def run() -> list[np.ndarray]:
         try:
-            found = flash_attention_varlen_backward(
+            found = cupy_flash.flash_attention_varlen_backward(
                 dout, q, k, v, out, lse, *given, **options, family=family
             )
-        except UnsupportedError as error:
+        except cupy_flash.UnsupportedError as error:
             pytest.skip(str(error))
         return [x.get() for x in found]
 
@@ -188,11 +181,11 @@ def test_float32_rows_of_a_small_dout_are_as_exact_as_others(
     if options:
         dout[:, 150:] *= 1e-8
     on_gpu = [cupy.asarray(x) for x in (q, k, v)]
-    out, lse = flash_attention(*on_gpu, return_lse=True, **options)
-    found = flash_attention_backward(
+    out, lse = cupy_flash.flash_attention(*on_gpu, return_lse=True, **options)
+    found = cupy_flash.flash_attention_backward(
         cupy.asarray(dout), *on_gpu, out, lse, **options, family=family
     )
-    exact = attention_backward_reference(dout, q, k, v, **options)
+    exact = cupy_flash.attention_backward_reference(dout, q, k, v, **options)
     error = np.abs(found[0].get() - exact[0]).max(-1)
     # With a causal mask the gradients of the first rows cancel; that of row 0 is 0.
     rows = slice(8, None) if "causal" in options else slice(None)
@@ -210,7 +203,7 @@ def test_rows_of_extreme_scores_have_no_gradient(
 ) -> None:
     try:
         found, zeroed = gradients_of_padding(rng, cupy, dtype, head_dim, score, family=family)
-    except UnsupportedError as error:
+    except cupy_flash.UnsupportedError as error:
         pytest.skip(str(error))
     assert not found[0][0, :20].any()
     assert not found[0][1, 69].any()

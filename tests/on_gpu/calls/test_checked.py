@@ -11,13 +11,7 @@ from support.gpu import cupy
 from support.gpu.gpu_support import capture_call
 from support.libraries import cupy_library, torch_library
 
-from cupy_flash import (
-    apply_rotary,
-    flash_attention,
-    flash_attention_varlen,
-    flash_attention_varlen_vjp,
-    flash_attention_with_kvcache,
-)
+import cupy_flash
 from cupy_flash.calls.check import device_lengths
 
 pytestmark = pytest.mark.gpu
@@ -56,19 +50,19 @@ def test_an_entry_out_of_range_is_named(library: str, rng: np.random.Generator) 
     convert = (cupy_library() if library == "cupy" else torch_library("cuda")).convert
     # The loop runs twice, because the second call reuses what the first one prepared.
     for _ in range(2):
-        flash_attention_varlen(**_on(convert, _packed(rng, _ints(0, 27, 40))))
+        cupy_flash.flash_attention_varlen(**_on(convert, _packed(rng, _ints(0, 27, 40))))
         wrong = _on(convert, _packed(rng, _ints(0, 28, 40)))
-        for function in (flash_attention_varlen, flash_attention_varlen_vjp):
+        for function in (cupy_flash.flash_attention_varlen, cupy_flash.flash_attention_varlen_vjp):
             with pytest.raises(ValueError, match="cu_seqlens_k gives sequence 0 a length of 28"):
                 function(**wrong)
-        flash_attention_with_kvcache(**_on(convert, _cached(rng, _ints(3, 32), 2)))
+        cupy_flash.flash_attention_with_kvcache(**_on(convert, _cached(rng, _ints(3, 32), 2)))
         with pytest.raises(ValueError, match=r"cache_seqlens\[1\] is 33; expected at most 32"):
-            flash_attention_with_kvcache(**_on(convert, _cached(rng, _ints(3, 33), 2)))
+            cupy_flash.flash_attention_with_kvcache(**_on(convert, _cached(rng, _ints(3, 33), 2)))
         with pytest.raises(ValueError, match=r"block_table\[1, 1\] is 6; expected 0 to 5"):
-            flash_attention_with_kvcache(**_on(convert, _cached(rng, _ints(3, 32), 6)))
+            cupy_flash.flash_attention_with_kvcache(**_on(convert, _cached(rng, _ints(3, 32), 6)))
         q = convert(rng.standard_normal((2, 9, 2, 64)).astype(np.float16))
         with pytest.raises(ValueError, match=r"prefix_lens\[0\] is -1; expected at least 0"):
-            flash_attention(q, q, q, causal=True, prefix_lens=convert(_ints(-1, 3)))
+            cupy_flash.flash_attention(q, q, q, causal=True, prefix_lens=convert(_ints(-1, 3)))
 
 
 @pytest.mark.parametrize("library", ["cupy", "torch"])
@@ -77,9 +71,9 @@ def test_positions_of_rotated_rows_are_checked(library: str, rng: np.random.Gene
     x = convert(rng.standard_normal((2, 3, 2, 8)).astype(np.float16))
     table = convert(rng.standard_normal((6, 4)).astype(np.float16))
     right, wrong = (convert(_ints([0, 1, 2], [3, 4, last])) for last in (5, 6))
-    apply_rotary(x, table, table, right)
+    cupy_flash.apply_rotary(x, table, table, right)
     with pytest.raises(ValueError, match=r"positions\[1, 2\] is 6; expected 0 to 5"):
-        apply_rotary(x, table, table, wrong)
+        cupy_flash.apply_rotary(x, table, table, wrong)
 
 
 def test_tensors_with_gradients_are_checked(rng: np.random.Generator) -> None:
@@ -96,12 +90,12 @@ def test_tensors_with_gradients_are_checked(rng: np.random.Generator) -> None:
 def test_a_captured_call_is_not_checked(rng: np.random.Generator) -> None:
     values = _on(cupy_library().convert, _packed(rng, _ints(0, 27, 40)))
     values["out"] = cupy.empty_like(values["q"])
-    expected = flash_attention_varlen(**values).copy()
+    expected = cupy_flash.flash_attention_varlen(**values).copy()
     values["out"].fill(0)
     cupy.cuda.get_current_stream().synchronize()
     pool, stream = cupy.cuda.MemoryPool(), cupy.cuda.Stream(non_blocking=True)
     with stream, cupy.cuda.using_allocator(pool.malloc):
-        graph, _ = capture_call(stream, flash_attention_varlen, **values)
+        graph, _ = capture_call(stream, cupy_flash.flash_attention_varlen, **values)
     values["out"].fill(0)
     cupy.cuda.get_current_stream().synchronize()
     graph.launch(stream)

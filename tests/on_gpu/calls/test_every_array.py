@@ -10,17 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import libraries
 from support.calls.every_array import Call, calls_of, functions_of
 from support.calls.every_array_bounds import check_results, check_stored
-from support.libraries import (
-    Library,
-    cupy_library,
-    dlpack_library,
-    host_array,
-    jax_library,
-    numpy_library,
-    torch_library,
-)
 
 import cupy_flash
 from cupy_flash.cli.measure.check import why_no_matmul
@@ -29,22 +21,24 @@ from cupy_flash.gpu.environment import device_for_id
 pytestmark = pytest.mark.gpu
 
 CALLS = [call for f in functions_of(cupy_flash) for call in calls_of(f, np.float16)]
-LIBRARIES: dict[str, Callable[[], Library]] = {
-    "numpy": numpy_library,
-    "cupy": cupy_library,
-    "torch": lambda: torch_library("cuda"),
-    "jax": lambda: jax_library("gpu"),
-    "dlpack": lambda: dlpack_library(cupy_library()),
+LIBRARIES: dict[str, Callable[[], libraries.Library]] = {
+    "numpy": libraries.numpy_library,
+    "cupy": libraries.cupy_library,
+    "torch": lambda: libraries.torch_library("cuda"),
+    "jax": lambda: libraries.jax_library("gpu"),
+    "dlpack": lambda: libraries.dlpack_library(libraries.cupy_library()),
 }
 
 
 @pytest.fixture(params=LIBRARIES)
-def library(request: pytest.FixtureRequest) -> Library:
+def library(request: pytest.FixtureRequest) -> libraries.Library:
     return LIBRARIES[request.param]()
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
-def test_arrays_of_any_library_give_what_numpys_do_on_the_cpu(call: Call, library: Library) -> None:
+def test_arrays_of_any_library_give_what_numpys_do_on_the_cpu(
+    call: Call, library: libraries.Library
+) -> None:
     name = call.function.__name__
     if name == "plot_mask":
         pytest.importorskip("matplotlib").use("agg")
@@ -66,7 +60,7 @@ def test_arrays_of_any_library_give_what_numpys_do_on_the_cpu(call: Call, librar
     if name == "check_mod":
         return
     if call.is_plan:
-        expected, _ = call.run(cupy_library().convert)
+        expected, _ = call.run(libraries.cupy_library().convert)
         assert [(x.family, x.tile) for x in found] == [(x.family, x.tile) for x in expected]
         return
     expected, expected_written = call.run(lambda array: array, backend="cpu")
@@ -74,9 +68,9 @@ def test_arrays_of_any_library_give_what_numpys_do_on_the_cpu(call: Call, librar
         np.testing.assert_array_equal(found[0], expected[0])
     elif name != "plot_mask":
         assert all(type(one) is type(given[0]) for one in found)
-        check_results(call, [host_array(one) for one in found], expected)
+        check_results(call, [libraries.host_array(one) for one in found], expected)
     for argument, array in written.items():
         if argument.endswith(("cache", "scale")):
-            check_stored(host_array(array), expected_written[argument])
+            check_stored(libraries.host_array(array), expected_written[argument])
         else:
             assert any(array is one for one in found)

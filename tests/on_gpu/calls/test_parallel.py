@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import rank_checks
 from support.gpu import cupy
+from support.parallel import rank_checks
 
 from cupy_flash.gpu.environment import nccl_unavailable
 

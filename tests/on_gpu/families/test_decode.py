@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from sanitize import clustered_calls
+from support import hard_values
 from support.calls.sequence_support import KVCacheCase, VarlenCase, ragged_lengths
 from support.gpu.gpu_sequences import (
     CPU,
-    Place,
+    Target,
     check_sequences,
     cluster_of,
     decode_on_h100,
@@ -32,13 +33,6 @@ from support.gpu.gpu_support import (
     random_values,
     run,
 )
-from support.hard_values import (
-    check_masked_keys,
-    with_growing_keys,
-    with_keys_at_minus_infinity,
-    with_one_key_far_above,
-    with_scores_far_below_zero,
-)
 from support.prebuilt import jobs_of_cases, selected_calls, use_cubins, write_cubins
 
 from cupy_flash.cli.build.build import Job
@@ -50,7 +44,7 @@ from cupy_flash.problem.device import device_for_arch
 
 __all__ = ["use_cubins"]  # fixture
 
-DECODE = Place("decode")
+DECODE = Target("decode")
 FEW = Case("decode", "float16", 1, 1003, batch=3, heads_q=8, heads_kv=2)
 
 needs_decode = pytest.mark.skipif(
@@ -70,7 +64,7 @@ def cubins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         return folder
     selected = selected_calls(request)
     jobs = jobs_of_cases(one["case"] for one in selected if "case" in one)
-    calls = [call for one in selected if one.get("place") == DECODE for call in one["calls"]]
+    calls = [call for one in selected if one.get("target") == DECODE for call in one["calls"]]
     jobs += itertools.chain.from_iterable(call.jobs() for call in calls)
     write_cubins(folder, jobs)
     return folder
@@ -214,20 +208,20 @@ def test_keys_that_grow_along_the_sequence_either_way_are_right(
     case: Case, ends: tuple[float, float]
 ) -> None:
     # Thread blocks and warps then hold partial results with very different maxima, in any order.
-    check(case, with_growing_keys(case, ends))
+    check(case, hard_values.with_growing_keys(case, ends))
 
 
 @on_gpu
 @of_cases(LONG)
 @pytest.mark.parametrize("key", [0, 16, 130, 1500, 2770])
 def test_one_key_far_above_the_others_anywhere_is_right(case: Case, key: int) -> None:
-    check(case, with_one_key_far_above(case, key))
+    check(case, hard_values.with_one_key_far_above(case, key))
 
 
 @on_gpu
 @of_cases(LONG)
 def test_scores_far_below_zero_are_right(case: Case) -> None:
-    check(case, with_scores_far_below_zero(case))
+    check(case, hard_values.with_scores_far_below_zero(case))
 
 
 @on_gpu
@@ -236,7 +230,7 @@ def test_scores_far_below_zero_are_right(case: Case) -> None:
     "hidden", [slice(400, None), slice(0, 2300), slice(100, 2650), slice(None)]
 )
 def test_keys_of_score_minus_infinity_count_for_nothing(case: Case, hidden: slice) -> None:
-    check(case, with_keys_at_minus_infinity(case, hidden))
+    check(case, hard_values.with_keys_at_minus_infinity(case, hidden))
 
 
 @on_gpu
@@ -256,7 +250,7 @@ def test_nan_and_infinity_propagate_as_in_the_reference(case: Case, what: str) -
 @of_cases([dataclasses.replace(case, q_offset=1500) for case in LONG])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_masked_keys_never_reach_the_output(case: Case, poison: float) -> None:
-    check_masked_keys(case, 1503, poison)
+    hard_values.check_masked_keys(case, 1503, poison)
 
 
 @on_gpu
@@ -314,12 +308,12 @@ class Call:
             return iter([Job.of(self.case.plan())])
         return jobs_of(self.case, "decode", num_splits=self.num_splits)
 
-    def check(self, place: Place) -> None:
+    def check(self, target: Target) -> None:
         if isinstance(self.case, Case):
-            if place.is_gpu:
+            if target.is_gpu:
                 check(self.case)
         else:
-            check_sequences(place, self.case, num_splits=self.num_splits)
+            check_sequences(target, self.case, num_splits=self.num_splits)
 
 
 def random_call(draw: random.Random) -> Call:
@@ -401,14 +395,8 @@ def clustered_call(draw: random.Random) -> Call:
     size = len(lengths) * (max(lengths) + 64) * heads_kv * 2 * (head_dim + head_dim_v)
     return Call(
         KVCacheCase(
-            lengths,
-            dtype,
-            seqlen_q=seqlen_q,
-            seqlen_new=draw.choice((0, seqlen_q)),
-            heads_q=heads_kv * group,
-            heads_kv=heads_kv,
-            head_dim=head_dim,
-            head_dim_v=head_dim_v,
+            *(lengths, dtype, seqlen_q, draw.choice((0, seqlen_q))),
+            *(heads_kv * group, heads_kv, head_dim, head_dim_v),
             causal=draw.random() < 0.5,
             page_size=draw.choice((0, 1, 16, 64) if size <= 60 << 20 else (0,)),
             seed=draw.randrange(2**32),
@@ -445,22 +433,22 @@ def test_calls_that_are_sanitized_launch_clusters_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "calls"),
+    ("target", "calls"),
     [
-        pytest.param(place, calls, id=f"{place}-{index}", marks=marks)
+        pytest.param(target, calls, id=f"{target}-{index}", marks=marks)
         # Other tests cover the CPU backend; one chunk checks that these problems are valid.
-        for place, marks, chunks in (
+        for target, marks, chunks in (
             (CPU, (), random_chunks()[:1]),
             (DECODE, (pytest.mark.gpu, needs_decode), [*random_chunks(), *clustered_chunks()]),
         )
         for index, calls in enumerate(chunks)
     ],
 )
-def test_random_problems_are_right(place: Place, calls: list[Call]) -> None:
+def test_random_problems_are_right(target: Target, calls: list[Call]) -> None:
     failures = []
     for call in calls:
         try:
-            call.check(place)
+            call.check(target)
         except AssertionError as error:
             failures.append(f"{call}: {error}")
     assert not failures, "\n".join(failures)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.gpu import cupy
-from support.gpu.gpu_sequences import SEQUENCE_FAMILIES, Place, run_varlen
+from support.gpu.gpu_sequences import SEQUENCE_FAMILIES, Target, run_varlen
 from support.gpu.gpu_support import (
     DTYPES,
     Arrays,
@@ -94,7 +94,7 @@ def test_with_one_key_of_a_large_score_the_result_is_exactly_its_value(case: Cas
 def test_a_cache_of_one_key_gives_exactly_its_value(
     family: str, dtype: str, page_size: int
 ) -> None:
-    place = Place(family)
+    target = Target(family)
     rng = np.random.default_rng(5)
     q = rng.standard_normal((3, 2, 8, 64)).astype(DTYPES[dtype])
     shape = (5, page_size, 2, 64) if page_size else (3, 33, 2, 64)
@@ -103,7 +103,7 @@ def test_a_cache_of_one_key_gives_exactly_its_value(
     arrays = map(cupy.asarray, (q, k_cache, v_cache))
     lengths = cupy.asarray(np.array([1, 1, 0], np.int32))
     options = {"cache_seqlens": lengths, "block_table": pages}
-    out = place.call(flash_attention_with_kvcache, *arrays, **options).get()
+    out = target.call(flash_attention_with_kvcache, *arrays, **options).get()
     for sequence, first in ((0, 4), (1, 0)) if page_size else ((0, 0), (1, 1)):
         value = np.repeat(v_cache[first, 0], 4, axis=0)
         for row in range(2):
@@ -141,7 +141,7 @@ def test_packed_rows_without_keys_are_zero_beside_rows_that_see_nan(
     arguments = {"q": q, "k": k, "v": v, "max_seqlen_q": 40, "max_seqlen_k": 20, "causal": True}
     arguments["cu_seqlens_q"] = np.array([0, 40, 70], np.int32)
     arguments["cu_seqlens_k"] = np.array([0, 10, 30], np.int32)
-    out, lse = run_varlen(Place(family), arguments)
+    out, lse = run_varlen(Target(family), arguments)
     # Sequence 0 has 40 queries and 10 keys, so 30 rows attend to none; sequence 1 has 30 and 20.
     for without, seeing in ((slice(0, 30), slice(30, 40)), (slice(40, 50), slice(50, 70))):
         assert not out[without].any()

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import hard_values
 from support.gpu import cupy
 from support.gpu.gpu_support import (
     DTYPES,
@@ -29,13 +30,6 @@ from support.gpu.gpu_support import (
     with_zero_stride,
 )
 from support.gpu.hopper_support import marks, random_chunks, tiled
-from support.hard_values import (
-    check_masked_keys,
-    with_growing_keys,
-    with_keys_at_minus_infinity,
-    with_one_key_far_above,
-    with_scores_far_below_zero,
-)
 from support.prebuilt import cubins, use_cubins
 
 from cupy_flash import flash_attention, flash_attention_qkvpacked, plan
@@ -100,15 +94,7 @@ def random_case(draw: random.Random) -> Case:
         softmax_scale = draw.uniform(-1, -0.01)
     return Case(
         "hopper",
-        dtype,
-        seqlen_q,
-        seqlen_k,
-        batch=batch,
-        heads_q=heads_kv * group,
-        heads_kv=heads_kv,
-        head_dim=dims[0],
-        head_dim_v=dims[1],
-        causal=causal,
+        *(dtype, seqlen_q, seqlen_k, batch, heads_kv * group, heads_kv, *dims, causal),
         q_offset=draw.randint(-seqlen_q - 9, seqlen_k + 9) if causal and kind < 0.7 else None,
         softmax_scale=softmax_scale,
         layout=draw.choice(("bshd", "bhsd")),
@@ -327,20 +313,20 @@ def test_keys_that_grow_along_the_sequence_either_way_are_right(
     case: Case, ends: tuple[float, float]
 ) -> None:
     # KV tiles are processed from the last to the first, so scores grow in every tile, or shrink.
-    check(case, with_growing_keys(case, ends))
+    check(case, hard_values.with_growing_keys(case, ends))
 
 
 @of_cases(LONG_CASES)
 @pytest.mark.parametrize("key", [0, 5, 130, 511, 699])
 def test_one_key_far_above_the_others_anywhere_is_right(case: Case, key: int) -> None:
     # The softmax base changes by about 30, in some rows only.
-    check(case, with_one_key_far_above(case, key))
+    check(case, hard_values.with_one_key_far_above(case, key))
 
 
 @of_cases(LONG_CASES)
 def test_scores_far_below_zero_are_right(case: Case) -> None:
     # The initial softmax base is kept unless the first scores of a row are far from it.
-    check(case, with_scores_far_below_zero(case))
+    check(case, hard_values.with_scores_far_below_zero(case))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -366,7 +352,7 @@ def test_many_small_probabilities_beside_one_large_are_not_lost(
 @of_cases(LONG_CASES)
 @pytest.mark.parametrize("hidden", [slice(400, None), slice(0, 300), slice(100, 650), slice(None)])
 def test_keys_of_score_minus_infinity_count_for_nothing(case: Case, hidden: slice) -> None:
-    check(case, with_keys_at_minus_infinity(case, hidden))
+    check(case, hard_values.with_keys_at_minus_infinity(case, hidden))
 
 
 @of_cases(
@@ -377,14 +363,14 @@ def test_keys_of_score_minus_infinity_count_for_nothing(case: Case, hidden: slic
     for offset in (0, -9)
 )
 def test_a_row_whose_only_key_is_of_score_minus_infinity_sees_none(case: Case) -> None:
-    check(case, with_keys_at_minus_infinity(case, slice(0, 1)))
+    check(case, hard_values.with_keys_at_minus_infinity(case, slice(0, 1)))
 
 
 @of_cases(case for case in LONG_CASES if case.causal)
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_masked_keys_never_reach_the_output(case: Case, poison: float) -> None:
     # Rows before 100 attend to no poisoned key, but are in the same tiles as rows that do.
-    check_masked_keys(dataclasses.replace(case, q_offset=150), 250, poison, rows=100)
+    hard_values.check_masked_keys(dataclasses.replace(case, q_offset=150), 250, poison, rows=100)
 
 
 @of_cases(

@@ -11,7 +11,7 @@ import pytest
 from support.calls.modified_calls import KINDS, random_call
 from support.calls.sequence_support import KVCacheCase, VarlenCase, ragged_lengths
 from support.gpu import cupy
-from support.gpu.gpu_sequences import Place, check_sequences
+from support.gpu.gpu_sequences import Target, check_sequences
 from support.gpu.gpu_support import Case, check, check_all, check_captured_call, check_same_bits
 from support.gpu.hopper_support import marks, random_chunks, tiled
 from support.prebuilt import cubins, use_cubins
@@ -24,18 +24,7 @@ pytestmark = marks(head_dim=512)
 # has one dtype, and only the first has few rows or split keys, to limit the number of kernels.
 DIMS = {(512, 512): "bfloat16", (576, 512): "float16", (264, 264): "float16", (8, 424): "bfloat16"}
 # There are more query tiles than pairs of SMs, so each pair of thread blocks processes several.
-MANY = Case(
-    "hopper",
-    "bfloat16",
-    133,
-    250,
-    batch=3,
-    heads_q=24,
-    heads_kv=12,
-    head_dim=512,
-    head_dim_v=512,
-    causal=True,
-)
+MANY = Case("hopper", "bfloat16", 133, 250, 3, 24, 12, 512, 512, causal=True)
 PROBLEMS, CHUNK = 200, 20
 
 
@@ -57,15 +46,7 @@ def random_case(draw: random.Random) -> Case:
     causal = draw.random() < 0.5
     return Case(
         "hopper",
-        DIMS[dims],
-        seqlen_q,
-        seqlen_k,
-        batch=batch,
-        heads_q=heads_kv * group,
-        heads_kv=heads_kv,
-        head_dim=dims[0],
-        head_dim_v=dims[1],
-        causal=causal,
+        *(DIMS[dims], seqlen_q, seqlen_k, batch, heads_kv * group, heads_kv, *dims, causal),
         q_offset=draw.randint(-seqlen_q - 9, seqlen_k + 9) if causal and kind > 0.5 else None,
         softmax_scale=draw.choice((None, None, 0.0, draw.uniform(0.01, 0.2))),
         layout=draw.choice(("bshd", "bhsd")),
@@ -133,7 +114,7 @@ def random_sequences(seed: int) -> VarlenCase | KVCacheCase:
 
 @pytest.mark.parametrize("seed", range(16))
 def test_random_sequences_are_right(seed: int) -> None:
-    check_sequences(Place("hopper"), random_sequences(seed))
+    check_sequences(Target("hopper"), random_sequences(seed))
 
 
 @pytest.mark.parametrize("seed", range(8))

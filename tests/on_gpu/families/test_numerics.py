@@ -87,18 +87,7 @@ test_any_head_dims_are_right = checks_of_supported(
 )
 
 test_rows_of_any_alignment_and_both_layouts_are_read_and_written_in_place = checks_of_supported(
-    Case(
-        family,
-        dtype,
-        97,
-        150,
-        heads_q=3,
-        heads_kv=3,
-        head_dim=40,
-        head_dim_v=33,
-        layout=layout,
-        alignment=alignment,
-    )
+    Case(family, dtype, 97, 150, 2, 3, 3, 40, 33, layout=layout, alignment=alignment)
     for family in FORWARD
     for dtype in ("bfloat16", "float32", "float64")
     for alignment in (16, 8, 4, 2)
@@ -194,17 +183,9 @@ def test_random_problems_are_right(
     softmax_scale: float | None,
     layout: str,
 ) -> None:
-    case = Case(
-        *family_dtype,
-        *seqlens,
-        batch=batch,
-        heads_q=heads[0] * heads[1],
-        heads_kv=heads[0],
-        causal=q_offset is not None,
-        q_offset=q_offset,
-        softmax_scale=softmax_scale,
-        layout=layout,
-    )
+    sizes = (*seqlens, batch, heads[0] * heads[1], heads[0])
+    options = {"q_offset": q_offset, "softmax_scale": softmax_scale, "layout": layout}
+    case = Case(*family_dtype, *sizes, causal=q_offset is not None, **options)
     assume(case.is_supported())
     check(case)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.calls.sequence_support import KVCacheCase, VarlenCase, ragged_lengths
-from support.gpu.gpu_sequences import CPU, SIXTEEN_BIT, Place, check_sequences, cubins
+from support.gpu.gpu_sequences import CPU, SIXTEEN_BIT, Target, check_sequences, cubins
 from support.prebuilt import use_cubins
 
 from cupy_flash.problem.arrays import DTYPES
@@ -82,16 +82,16 @@ def random_case(
 def draws() -> Iterator[Any]:
     for name, takes in TAKES.items():
         draw = random.Random(f"ragged {name}")
-        place = CPU if name == "cpu" else Place(name)
-        marks = [pytest.mark.gpu] if place.is_gpu else []
+        target = CPU if name == "cpu" else Target(name)
+        marks = [pytest.mark.gpu] if target.is_gpu else []
         for index in range(COUNT.get(name, USUAL_COUNT)):
             yield pytest.param(
-                place, *random_case(draw, **takes), id=f"{name}-{index}", marks=marks
+                target, *random_case(draw, **takes), id=f"{name}-{index}", marks=marks
             )
 
 
-@pytest.mark.parametrize(("place", "case", "num_splits"), list(draws()))
+@pytest.mark.parametrize(("target", "case", "num_splits"), list(draws()))
 def test_random_sequences_are_right(
-    place: Place, case: VarlenCase | KVCacheCase, num_splits: int
+    target: Target, case: VarlenCase | KVCacheCase, num_splits: int
 ) -> None:
-    check_sequences(place, case, num_splits=num_splits)
+    check_sequences(target, case, num_splits=num_splits)

@@ -11,7 +11,7 @@ import pytest
 from support.calls.modified_calls import KINDS, random_call
 from support.calls.sequence_support import KVCacheCase, VarlenCase, ragged_lengths
 from support.gpu import cupy
-from support.gpu.gpu_sequences import ON_GPU, Place, check_sequences, kvcache, varlen
+from support.gpu.gpu_sequences import ON_GPU, Target, check_sequences, kvcache, varlen
 from support.gpu.gpu_sequences import of_cases as of_sequences
 from support.gpu.gpu_support import DTYPES, Case, check, current_device, naming
 from support.gradients.gradient_calls import KINDS as GRADIENT_KINDS
@@ -112,7 +112,7 @@ def draw(test: int, number: int) -> tuple[str, int, Case | VarlenCase | KVCacheC
     kind = str(rng.choice(["dense", "dense", "varlen", "kvcache"]))
     if kind == "dense":
         seqlen_q, seqlen_k = int(sizes.integers(1, most_q)), int(sizes.integers(1, 300))
-        places = common["causal"] and sizes.random() < 0.5
+        offset_drawn = common["causal"] and sizes.random() < 0.5
         return (
             family,
             alignment,
@@ -121,7 +121,7 @@ def draw(test: int, number: int) -> tuple[str, int, Case | VarlenCase | KVCacheC
                 seqlen_q=seqlen_q,
                 seqlen_k=seqlen_k,
                 batch=int(sizes.integers(1, 4)),
-                q_offset=int(sizes.integers(-seqlen_q - 9, seqlen_k + 9)) if places else None,
+                q_offset=int(sizes.integers(-seqlen_q - 9, seqlen_k + 9)) if offset_drawn else None,
                 layout=str(sizes.choice(["bshd", "bhsd"])),
                 alignment=alignment,
                 **common,
@@ -144,24 +144,14 @@ def test_random_problems_are_right(test: int) -> None:
             if isinstance(case, Case):
                 check(case)
             else:
-                check_sequences(Place(family), case, alignment)
+                check_sequences(Target(family), case, alignment)
 
 
 @pytest.mark.parametrize("alignment", [2, 4, 8])
 def test_wide_rows_of_any_alignment_are_right(alignment: int) -> None:
     for family, layout in itertools.product(("mma", "simt"), ("bshd", "bhsd")):
-        check(
-            Case(
-                family,
-                "bfloat16",
-                100,
-                170,
-                head_dim=320,
-                head_dim_v=515,
-                layout=layout,
-                alignment=alignment,
-            )
-        )
+        dims = {"head_dim": 320, "head_dim_v": 515}
+        check(Case(family, "bfloat16", 100, 170, layout=layout, alignment=alignment, **dims))
 
 
 @pytest.mark.parametrize("test", range(4))
@@ -180,7 +170,7 @@ def test_modified_wide_heads_are_right(test: int) -> None:
         call.check(cupy, family=None if family == "any" else family)
 
 
-@pytest.mark.parametrize("place", ON_GPU, ids=str)
+@pytest.mark.parametrize("target", ON_GPU, ids=str)
 @of_sequences(
     varlen(dtype=dtype, head_dim=dim, head_dim_v=dim_v, causal=causal)
     for dtype, dim, dim_v, causal in (
@@ -190,11 +180,11 @@ def test_modified_wide_heads_are_right(test: int) -> None:
         ("float64", 512, 512, True),
     )
 )
-def test_packed_wide_heads_are_right(place: Place, case) -> None:
-    check_sequences(place, case)
+def test_packed_wide_heads_are_right(target: Target, case) -> None:
+    check_sequences(target, case)
 
 
-@pytest.mark.parametrize("place", ON_GPU, ids=str)
+@pytest.mark.parametrize("target", ON_GPU, ids=str)
 @of_sequences(
     kvcache(
         dtype=dtype,
@@ -216,8 +206,8 @@ def test_packed_wide_heads_are_right(place: Place, case) -> None:
     )
 )
 @pytest.mark.parametrize("num_splits", [0, 3])
-def test_cached_wide_heads_are_right(place: Place, case, num_splits: int) -> None:
-    check_sequences(place, case, num_splits=num_splits)
+def test_cached_wide_heads_are_right(target: Target, case, num_splits: int) -> None:
+    check_sequences(target, case, num_splits=num_splits)
 
 
 @pytest.mark.parametrize("test", range(4))

@@ -33,7 +33,7 @@ def documents(rng: np.random.Generator, seqlen: int = 300) -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_captures_of_any_name_reach_kernels_and_block_maps(name, rng) -> None:
+def test_captures_of_any_name_reach_kernels_and_block_masks(name, rng) -> None:
     q, k, v = (x.astype(np.float16) for x in inputs(rng))
     array, factor = documents(rng), f"{name}_2"
     mask = MaskMod(eval(f"lambda b, i, j, {name}: {name}[b, i] == {name}[b, j]"), **{name: array})

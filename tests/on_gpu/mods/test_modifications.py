@@ -90,7 +90,7 @@ def check_with_and_without_lse(call: ModifiedCall, **how: Any) -> None:
 @pytest.mark.parametrize("low", LOW)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_low_scores_weigh_all_their_keys(
+def test_rows_of_low_scores_use_all_their_keys(
     kind: str, dtype: str, low: float, rng: np.random.Generator
 ) -> None:
     for family in ("hopper", "mma", None):
@@ -105,7 +105,7 @@ def test_rows_of_low_scores_weigh_all_their_keys(
 @pytest.mark.parametrize("low", [-1e9, -1e30])
 @pytest.mark.parametrize("family", ["mma", "simt"])
 @pytest.mark.parametrize("kind", ["varlen", "kvcache", "paged"])
-def test_rows_of_low_scores_weigh_the_keys_of_all_parts(
+def test_rows_of_low_scores_use_the_keys_of_all_parts(
     kind: str, family: str, low: float, rng: np.random.Generator
 ) -> None:
     for _ in range(3):
@@ -117,7 +117,7 @@ def test_rows_of_low_scores_weigh_the_keys_of_all_parts(
 # There are several query tiles and KV tiles, and some query tiles have no row of low scores.
 @pytest.mark.parametrize("low", LOW)
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
-def test_padded_rows_of_long_calls_weigh_keys_of_all_tiles(
+def test_padded_rows_of_long_calls_use_keys_of_all_tiles(
     head_dim: int, low: float, rng: np.random.Generator
 ) -> None:
     real = DTYPES["bfloat16"]

@@ -68,7 +68,7 @@ def test_attention_and_its_gradients_see_the_same_pairs(begin: int) -> None:
 
 
 @pytest.mark.parametrize("begin", few_then_slow(range(0, CALLS, 10), QUICK // 10))
-def test_block_maps_hide_no_seen_pair_and_show_no_hidden_one(begin: int) -> None:
+def test_block_masks_hide_no_seen_pair_and_show_no_hidden_one(begin: int) -> None:
     inputs = DTYPES[begin // 10 % 3]
     for number in range(begin, begin + 10):
         function = random_function(2 * number + 1, "mask", inputs)

@@ -61,8 +61,8 @@ class Case:
     @property
     def seqlen_cache(self) -> int:
         if self.ranks > 1:
-            turns, rest = divmod(self.capacity, self.stripe)
-            return (turns * self.ranks + self.rank) * self.stripe + rest
+            rounds, rest = divmod(self.capacity, self.stripe)
+            return (rounds * self.ranks + self.rank) * self.stripe + rest
         return self.max_pages * self.page_size if self.page_size else self.capacity
 
     @property
@@ -128,7 +128,7 @@ class Arrays:
 
 
 @dataclass(frozen=True)
-class Places:
+class Targets:
     """Lengths, block table and cache indices of the sequences, which a call reads on the device."""
 
     lengths: np.ndarray | int
@@ -136,7 +136,7 @@ class Places:
     cache_batch_idx: np.ndarray | None = None
 
     @classmethod
-    def random(cls, rng: np.random.Generator, case: Case) -> Places:
+    def random(cls, rng: np.random.Generator, case: Case) -> Targets:
         lengths = rng.integers(0, max(1, case.seqlen_cache - case.seqlen_new), case.batch)
         if case.page_size:
             return cls(lengths.astype(np.int32), block_table=shuffled_pages(rng, case))
@@ -157,21 +157,21 @@ class Places:
         blocks = case.batch * case.max_pages + 3 if case.page_size else case.caches
         for batch, before in enumerate(self.before(case)):
             for row in range(case.seqlen_new):
-                place = int(before) + row
-                if place >= case.seqlen_cache:
+                target = int(before) + row
+                if target >= case.seqlen_cache:
                     continue
-                turn, owner = divmod(place // case.stripe, case.ranks)
+                turn, owner = divmod(target // case.stripe, case.ranks)
                 if owner != case.rank:
                     continue
-                place = turn * case.stripe + place % case.stripe
+                target = turn * case.stripe + target % case.stripe
                 block = batch
                 if self.block_table is not None:
-                    block = int(self.block_table[batch, place // case.page_size])
-                    place %= case.page_size
+                    block = int(self.block_table[batch, target // case.page_size])
+                    target %= case.page_size
                 elif self.cache_batch_idx is not None:
                     block = int(self.cache_batch_idx[batch])
                 if 0 <= block < blocks:
-                    yield batch, row, block, place
+                    yield batch, row, block, target
 
 
 def turned(case: Case, rows: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> Any:
@@ -213,19 +213,19 @@ def address_of(array: Any) -> int:
 
 
 class Run:
-    """Prepared append, with the arrays of `Places` on the device."""
+    """Prepared append, with the arrays of `Targets` on the device."""
 
-    def __init__(self, arrays: Arrays, places: Places) -> None:
+    def __init__(self, arrays: Arrays, targets: Targets) -> None:
         self.arrays = arrays
-        by_length = isinstance(places.lengths, np.ndarray)
-        self.lengths = on_device(places.lengths) if by_length else None
-        self.keys = 0 if by_length else int(places.lengths)
+        by_length = isinstance(targets.lengths, np.ndarray)
+        self.lengths = on_device(targets.lengths) if by_length else None
+        self.keys = 0 if by_length else int(targets.lengths)
         # The block table has one extra column, which must not be read.
-        table = places.block_table
+        table = targets.block_table
         if table is not None:
             table = np.pad(table, ((0, 0), (0, 1)), constant_values=0)
         self.table = on_device(table)
-        self.rows = on_device(places.cache_batch_idx)
+        self.rows = on_device(targets.cache_batch_idx)
         stride = 0 if table is None else table.shape[1]
         self.append: Append = prepare(arrays.spec(stride), current_device(), NAMES)
 
@@ -243,32 +243,32 @@ class Run:
         )
 
 
-def check(arrays: Arrays, places: Places) -> None:
+def check(arrays: Arrays, targets: Targets) -> None:
     """Fail unless the arrays hold the result of one append to their host copies."""
     case, host = arrays.case, arrays.host
     for name in set(host) - {"k_cache", "v_cache"}:
         arrays.guarded[name].assert_unchanged()
-    before = places.before(case)
+    before = targets.before(case)
     last = case.rotary_rows - 1
 
     k_cache, v_cache = (arrays.guarded[name].values() for name in ("k_cache", "v_cache"))
     expected_k, expected_v = host["k_cache"].copy(), host["v_cache"].copy()
-    for batch, row, block, place in places.appended(case):
-        expected_v[block, place] = host["v"][batch, row]
-        expected_k[block, place] = host["k"][batch, row]
+    for batch, row, block, target in targets.appended(case):
+        expected_v[block, target] = host["v"][batch, row]
+        expected_k[block, target] = host["k"][batch, row]
         if case.rotary_dim:
             position = min(int(before[batch]) + row, last)
             exact, bound = turned(
                 case, host["k"][batch, row], host["cos"][position], host["sin"][position]
             )
-            got = k_cache[block, place]
+            got = k_cache[block, target]
             assert (np.abs(got.astype(np.float64) - exact) <= bound).all()
-            expected_k[block, place, :, : case.rotary_dim] = got[:, : case.rotary_dim]
+            expected_k[block, target, :, : case.rotary_dim] = got[:, : case.rotary_dim]
     assert v_cache.tobytes() == expected_v.tobytes()
     assert k_cache.tobytes() == expected_k.tobytes()
 
     q_rotated = arrays.q_rotated.get()
-    assert np.isnan(q_rotated[-1]).all(), "memory behind q_rotated was written"
+    assert np.isnan(q_rotated[-1]).all(), "memory after q_rotated was written"
     if not case.rotary_dim:
         assert np.isnan(q_rotated).all(), "q is not rotated, but was written"
         return
@@ -281,11 +281,11 @@ def check(arrays: Arrays, places: Places) -> None:
         assert (np.abs(got_q[batch, row].astype(np.float64) - exact) <= bound).all()
 
 
-def run_and_check(rng: np.random.Generator, case: Case, places: Places | None = None) -> Arrays:
+def run_and_check(rng: np.random.Generator, case: Case, targets: Targets | None = None) -> Arrays:
     arrays = Arrays(rng, case)
-    places = places or Places.random(rng, case)
-    Run(arrays, places)()
-    check(arrays, places)
+    targets = targets or Targets.random(rng, case)
+    Run(arrays, targets)()
+    check(arrays, targets)
     return arrays
 
 
@@ -394,14 +394,14 @@ def test_from_one_row_of_one_sequence_to_thousands(rng: np.random.Generator, cas
 
 def test_without_cache_batch_idx_sequence_b_has_row_b(rng: np.random.Generator) -> None:
     lengths = np.array([0, 7, 18], np.int32)
-    run_and_check(rng, Case(rotary_dim=64), Places(lengths))
+    run_and_check(rng, Case(rotary_dim=64), Targets(lengths))
 
 
 @pytest.mark.parametrize("page_size", [0, 3])
 def test_one_length_for_all_needs_no_array(rng: np.random.Generator, page_size: int) -> None:
     case = Case(rotary_dim=64, page_size=page_size)
     table = shuffled_pages(rng, case) if page_size else None
-    run_and_check(rng, case, Places(11, block_table=table))
+    run_and_check(rng, case, Targets(11, block_table=table))
 
 
 @pytest.mark.parametrize("stripe", [1, 3, 8, 300])
@@ -418,21 +418,21 @@ def test_a_rank_gets_the_rows_of_its_stripes(
 def test_what_is_behind_a_rank_s_last_row_is_not_written(rng: np.random.Generator) -> None:
     case = Case(ranks=2, rank=1, stripe=4)
     lengths = case.seqlen_cache - np.array([2, 0, -9], np.int32)
-    run_and_check(rng, case, Places(lengths))
+    run_and_check(rng, case, Targets(lengths))
 
 
 def strided(x: Any) -> Any:
     """Return the same values as every other element of a last axis of twice the length."""
-    room = type_of(x).zeros((*x.shape[:-1], 2 * x.shape[-1]), x.dtype)
-    room[..., ::2] = x
-    return room[..., ::2]
+    wide = type_of(x).zeros((*x.shape[:-1], 2 * x.shape[-1]), x.dtype)
+    wide[..., ::2] = x
+    return wide[..., ::2]
 
 
 def shifted(x: Any) -> Any:
     """Return the same values, each row shifted by one element, with gaps between rows."""
-    room = type_of(x).zeros((*x.shape[:-1], x.shape[-1] + 3), x.dtype)
-    room[..., 1 : 1 + x.shape[-1]] = x
-    return room[..., 1 : 1 + x.shape[-1]]
+    wide = type_of(x).zeros((*x.shape[:-1], x.shape[-1] + 3), x.dtype)
+    wide[..., 1 : 1 + x.shape[-1]] = x
+    return wide[..., 1 : 1 + x.shape[-1]]
 
 
 def heads_first(x: Any) -> Any:
@@ -500,20 +500,20 @@ def test_lengths_out_of_range_are_taken_to_the_nearest_that_is_in_it(
     rng: np.random.Generator, rotary: str, page_size: int
 ) -> None:
     case = Case(batch=len(WILD), caches=len(WILD), page_size=page_size, **ROTARY[rotary])
-    places = Places.random(rng, case)
-    run_and_check(rng, case, dataclasses.replace(places, lengths=np.array(WILD, np.int32)))
+    targets = Targets.random(rng, case)
+    run_and_check(rng, case, dataclasses.replace(targets, lengths=np.array(WILD, np.int32)))
 
 
 def test_rows_past_the_capacity_are_dropped(rng: np.random.Generator) -> None:
     case = Case(seqlen_new=9, capacity=10)
-    run_and_check(rng, case, Places(np.array([0, 5, 10], np.int32)))
+    run_and_check(rng, case, Targets(np.array([0, 5, 10], np.int32)))
 
 
 def test_sequences_without_a_row_of_the_cache_are_dropped(rng: np.random.Generator) -> None:
     case = Case(batch=6, rotary_dim=64)
     rows = np.array([4, -1, 5, 2**31 - 1, -(2**31), 0], np.int32)
     lengths = np.arange(6, dtype=np.int32)
-    run_and_check(rng, case, Places(lengths, cache_batch_idx=rows))
+    run_and_check(rng, case, Targets(lengths, cache_batch_idx=rows))
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
@@ -523,7 +523,7 @@ def test_rows_of_pages_that_are_none_are_dropped(rng: np.random.Generator, page_
     pages = case.batch * case.max_pages + 3
     wrong = rng.random(table.shape) < 0.4
     table[wrong] = rng.choice([NO_PAGE, pages, 2**31 - 1, -(2**31)], wrong.sum())
-    run_and_check(rng, case, Places(np.array([0, 2, 9], np.int32), block_table=table))
+    run_and_check(rng, case, Targets(np.array([0, 2, 9], np.int32), block_table=table))
 
 
 @pytest.mark.parametrize("rotary", ["interleaved", "halves"])
@@ -531,11 +531,11 @@ def test_positions_beyond_the_table_take_its_last_row(
     rng: np.random.Generator, rotary: str
 ) -> None:
     case = Case(rotary_rows=9, **ROTARY[rotary])
-    run_and_check(rng, case, Places(np.array([0, 6, 17], np.int32)))
+    run_and_check(rng, case, Targets(np.array([0, 6, 17], np.int32)))
 
 
 def test_a_cache_without_rows_takes_none(rng: np.random.Generator) -> None:
-    run_and_check(rng, Case(capacity=0, rotary_dim=64), Places(np.array([0, 3, -3], np.int32)))
+    run_and_check(rng, Case(capacity=0, rotary_dim=64), Targets(np.array([0, 3, -3], np.int32)))
 
 
 # Streams and graphs
@@ -548,7 +548,7 @@ def test_a_captured_append_follows_the_lengths_as_they_grow(rng: np.random.Gener
     arrays = Arrays(rng, case)
     cupy.cuda.Device().synchronize()
     with stream:
-        run = Run(arrays, Places(np.array([3, 0, 11], np.int32), block_table=table))
+        run = Run(arrays, Targets(np.array([3, 0, 11], np.int32), block_table=table))
         # The call before the capture writes the rows of the first replay: the lengths are equal.
         graph, _ = capture_call(stream, run)
         for step in range(9):
@@ -556,7 +556,7 @@ def test_a_captured_append_follows_the_lengths_as_they_grow(rng: np.random.Gener
             run.lengths.set(lengths, stream=stream)
             graph.launch(stream)
             stream.synchronize()
-            check(arrays, Places(lengths, block_table=table))
+            check(arrays, Targets(lengths, block_table=table))
             for name in ("k_cache", "v_cache"):
                 guarded = arrays.guarded[name]
                 arrays.host[name] = guarded.values()

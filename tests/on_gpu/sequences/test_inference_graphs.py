@@ -11,7 +11,7 @@ import pytest
 from support.calls.sequence_support import KVCacheCase, KVCacheProblem, VarlenCase
 from support.gpu import cupy
 from support.gpu.gpu_sequences import (
-    Place,
+    Target,
     cluster_of,
     cubins,
     decode_on_h100,
@@ -43,14 +43,14 @@ class Captured:
 
 
 def captured(
-    place: Place, enqueue: Callable[[], Any], stream: Any = None, mode: int | None = None
+    target: Target, enqueue: Callable[[], Any], stream: Any = None, mode: int | None = None
 ) -> Captured:
     """Capture `enqueue` as the docs recommend: after a warm-up, with a separate memory pool."""
     stream = stream or cupy.cuda.Stream(non_blocking=True)
     pool = cupy.cuda.MemoryPool()
     cupy.cuda.Device().synchronize()
     with cupy.cuda.using_allocator(pool.malloc), stream:
-        with place.skipping_what_it_refuses():
+        with target.skipping_what_it_refuses():
             enqueue()
         stream.synchronize()
         stream.begin_capture(mode)
@@ -72,10 +72,10 @@ def advance(lengths: Any) -> None:
 class Generation:
     """Decoding steps that append the same token to each cache and attend to the cache."""
 
-    def __init__(self, place: Place, case: KVCacheCase, **options: Any) -> None:
+    def __init__(self, target: Target, case: KVCacheCase, **options: Any) -> None:
         problem: KVCacheProblem = problem_of(dataclasses.replace(case, slack=STEPS + 1))
-        self.place = place
-        self.options = {**place.options, **options}
+        self.target = target
+        self.options = {**target.options, **options}
         self.arguments = problem.arguments(cupy)
         self.lengths = self.arguments["cache_seqlens"]
         self.first_lengths = self.lengths.copy()
@@ -98,13 +98,13 @@ class Generation:
         return [bits(array.get()) for array in arrays]
 
 
-def generated_eagerly(place: Place, case: KVCacheCase, **options: Any) -> Generation:
-    generation = Generation(place, case, **options)
+def generated_eagerly(target: Target, case: KVCacheCase, **options: Any) -> Generation:
+    generation = Generation(target, case, **options)
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
         for index in range(STEPS):
-            with place.skipping_what_it_refuses():
+            with target.skipping_what_it_refuses():
                 generation.step()
             generation.remember(index, stream)
         stream.synchronize()
@@ -170,24 +170,26 @@ def test_of_the_generations_some_meet_in_clusters_and_some_in_device_memory() ->
 @on_every_family
 @of_cases(GENERATIONS)
 @pytest.mark.parametrize("num_splits", [0, 3])
-def test_one_graph_serves_a_growing_cache(place: Place, case: KVCacheCase, num_splits: int) -> None:
-    expected = generated_eagerly(place, case, num_splits=num_splits)
-    generation = Generation(place, case, num_splits=num_splits)
-    made = captured(place, generation.step)
+def test_one_graph_serves_a_growing_cache(
+    target: Target, case: KVCacheCase, num_splits: int
+) -> None:
+    expected = generated_eagerly(target, case, num_splits=num_splits)
+    generation = Generation(target, case, num_splits=num_splits)
+    made = captured(target, generation.step)
     assert_replays_to(generation, made, expected)
 
 
 @on_every_family
 @of_cases(GENERATIONS)
 def test_replays_and_eager_calls_on_other_streams_do_not_disturb_each_other(
-    place: Place, case: KVCacheCase
+    target: Target, case: KVCacheCase
 ) -> None:
-    expected = generated_eagerly(place, case)
-    generation = Generation(place, case)
+    expected = generated_eagerly(target, case)
+    generation = Generation(target, case)
     # `alike` makes the same call on the stream of the capture, `other` another call on `side`.
-    alike, other = Generation(place, case), Generation(place, GENERATIONS[0])
-    expected_other = generated_eagerly(place, GENERATIONS[0])
-    made = captured(place, generation.step)
+    alike, other = Generation(target, case), Generation(target, GENERATIONS[0])
+    expected_other = generated_eagerly(target, GENERATIONS[0])
+    made = captured(target, generation.step)
     generation.start_again(made.stream)
     side, third = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
     made.stream.synchronize()
@@ -209,11 +211,13 @@ def test_replays_and_eager_calls_on_other_streams_do_not_disturb_each_other(
 
 @on_every_family
 @of_cases(GENERATIONS)
-def test_two_graphs_captured_on_one_stream_may_run_at_once(place: Place, case: KVCacheCase) -> None:
-    expected = generated_eagerly(place, case)
-    generations = [Generation(place, case) for _ in range(2)]
+def test_two_graphs_captured_on_one_stream_may_run_at_once(
+    target: Target, case: KVCacheCase
+) -> None:
+    expected = generated_eagerly(target, case)
+    generations = [Generation(target, case) for _ in range(2)]
     stream = cupy.cuda.Stream(non_blocking=True)
-    graphs = [captured(place, generation.step, stream) for generation in generations]
+    graphs = [captured(target, generation.step, stream) for generation in generations]
     for generation in generations:
         generation.start_again(stream)
     stream.synchronize()
@@ -230,17 +234,17 @@ def test_two_graphs_captured_on_one_stream_may_run_at_once(place: Place, case: K
 @on_every_family
 @of_cases(GENERATIONS[:2])
 def test_a_captured_workspace_is_the_graph_s_alone_while_its_pool_is_kept(
-    place: Place, case: KVCacheCase
+    target: Target, case: KVCacheCase
 ) -> None:
-    expected = generated_eagerly(place, case)
-    generation = Generation(place, case)
-    made = captured(place, generation.step)
+    expected = generated_eagerly(target, case)
+    generation = Generation(target, case)
+    made = captured(target, generation.step)
     generation.start_again(made.stream)
     made.stream.synchronize()
     for index in range(STEPS):
         # The free memory of the default pool is NaN and is reused; the pool of the graph is not.
-        poison_free_memory(place)
-        eager = Generation(place, case)
+        poison_free_memory(target)
+        eager = Generation(target, case)
         eager.step()
         made.graph.launch(made.stream)
         generation.remember(index, made.stream)
@@ -250,17 +254,17 @@ def test_a_captured_workspace_is_the_graph_s_alone_while_its_pool_is_kept(
 
 
 @on_every_family
-def test_many_layers_are_captured_in_one_graph(place: Place) -> None:
+def test_many_layers_are_captured_in_one_graph(target: Target) -> None:
     case = GENERATIONS[1]
     cases = [dataclasses.replace(case, seed=seed) for seed in range(40)]
-    eager = [Generation(place, layer) for layer in cases]
-    layers = [Generation(place, layer) for layer in cases]
+    eager = [Generation(target, layer) for layer in cases]
+    layers = [Generation(target, layer) for layer in cases]
 
     def step(generations: list[Generation]) -> None:
         for generation in generations:
             generation.step()
 
-    made = captured(place, lambda: step(layers))
+    made = captured(target, lambda: step(layers))
     for layer in layers:
         layer.start_again(made.stream)
     with made.stream:
@@ -284,7 +288,7 @@ def test_many_layers_are_captured_in_one_graph(place: Place) -> None:
 )
 @pytest.mark.parametrize("num_splits", [0, 3])
 def test_a_captured_varlen_call_replays_on_other_lengths(
-    place: Place, case: VarlenCase, num_splits: int
+    target: Target, case: VarlenCase, num_splits: int
 ) -> None:
     rng = np.random.default_rng(6)
     # The total number of rows is the same, but the lengths of the sequences are permuted.
@@ -299,9 +303,9 @@ def test_a_captured_varlen_call_replays_on_other_lengths(
     arguments = problem_of(case).arguments(cupy)
     out = problem_of(case).poisoned_out(cupy)
     made = captured(
-        place,
+        target,
         lambda: flash_attention_varlen(
-            **arguments, out=out, return_lse=True, num_splits=num_splits, **place.options
+            **arguments, out=out, return_lse=True, num_splits=num_splits, **target.options
         ),
     )
     stream, (_, lse) = made.stream, made.result
@@ -321,7 +325,7 @@ def test_a_captured_varlen_call_replays_on_other_lengths(
 
 @on_every_family
 @pytest.mark.parametrize("page_size", [0, 16])
-def test_a_captured_step_follows_other_caches_and_pages(place: Place, page_size: int) -> None:
+def test_a_captured_step_follows_other_caches_and_pages(target: Target, page_size: int) -> None:
     case = KVCacheCase(
         (117, 900, 0, 33),
         dtype="float16",
@@ -334,7 +338,7 @@ def test_a_captured_step_follows_other_caches_and_pages(place: Place, page_size:
     arguments = problem_of(case).arguments(cupy)
     out = problem_of(case).poisoned_out(cupy)
     made = captured(
-        place, lambda: flash_attention_with_kvcache(**arguments, out=out, **place.options)
+        target, lambda: flash_attention_with_kvcache(**arguments, out=out, **target.options)
     )
     stream = made.stream
     for seed, lengths in enumerate(((0, 0, 900, 1), (900, 899, 0, 64), (5, 900, 17, 16)), 1):
@@ -354,18 +358,18 @@ def test_a_captured_step_follows_other_caches_and_pages(place: Place, page_size:
 
 @on_every_family
 @of_cases(GENERATIONS)
-def test_after_a_warm_up_the_strictest_capture_succeeds(place: Place, case: KVCacheCase) -> None:
+def test_after_a_warm_up_the_strictest_capture_succeeds(target: Target, case: KVCacheCase) -> None:
     # In this mode a wait or an allocation is an error, on any stream.
-    expected = generated_eagerly(place, case)
-    generation = Generation(place, case)
-    made = captured(place, generation.step, mode=cupy.cuda.runtime.streamCaptureModeGlobal)
+    expected = generated_eagerly(target, case)
+    generation = Generation(target, case)
+    made = captured(target, generation.step, mode=cupy.cuda.runtime.streamCaptureModeGlobal)
     assert_replays_to(generation, made, expected)
 
 
 @on_every_family
 @pytest.mark.parametrize("what", ["varlen", "kvcache"])
 def test_a_call_runs_on_the_current_stream_and_does_not_wait_for_it(
-    place: Place, what: str
+    target: Target, what: str
 ) -> None:
     case: Any = (
         varlen(dtype="float16", causal=True)
@@ -383,13 +387,13 @@ def test_a_call_runs_on_the_current_stream_and_does_not_wait_for_it(
     cupy.cuda.Device().synchronize()
     with stream:
         # This call leaves memory for the result in the stream's pool: a new allocation could wait.
-        place.call(function, **problem.arguments(cupy))
+        target.call(function, **problem.arguments(cupy))
         stream.synchronize()
         keep_busy()
         for name, value in arguments.items():
             if isinstance(value, cupy.ndarray):
                 copy_on(stream, value, ready[name])
-        out = function(**arguments, **place.options)
+        out = function(**arguments, **target.options)
         returned_early = not stream.done
         host = out.get(stream=stream)
         stream.synchronize()

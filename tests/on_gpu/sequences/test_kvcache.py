@@ -19,7 +19,7 @@ from support.gpu.gpu_sequences import (
     PAGES_OF_DIMS,
     SIXTEEN_BIT,
     Amid,
-    Place,
+    Target,
     assert_same_bits,
     check_kvcache,
     checks_everywhere,
@@ -102,8 +102,8 @@ test_empty_caches_give_zero_and_lengths_about_a_tile_are_right = checks_everywhe
     for length, new in ((0, 1), (0, 0), (117, 0), (203, 5))
     for dtype, page_size in (("float16", 0), ("bfloat16", 16), ("float32", 0))
 )
-def test_one_length_for_all_may_be_an_integer(place: Place, case: KVCacheCase) -> None:
-    check_kvcache(place, case, cache_seqlens=case.lengths[0])
+def test_one_length_for_all_may_be_an_integer(target: Target, case: KVCacheCase) -> None:
+    check_kvcache(target, case, cache_seqlens=case.lengths[0])
 
 
 test_any_softmax_scale_is_right = checks_everywhere(
@@ -114,25 +114,25 @@ test_any_softmax_scale_is_right = checks_everywhere(
 
 
 @everywhere
-def test_no_sequences_give_an_empty_result(place: Place) -> None:
-    xp = place.xp
+def test_no_sequences_give_an_empty_result(target: Target) -> None:
+    xp = target.xp
     q = xp.asarray(np.zeros((0, 2, 4, 64), np.float16))
     cache = xp.asarray(np.full((3, 50, 2, 64), np.nan, np.float16))
     lengths = xp.asarray(np.zeros(0, np.int32))
     options = {"cache_seqlens": lengths, "return_lse": True}
-    out, lse = place.call(flash_attention_with_kvcache, q, cache, cache, **options)
+    out, lse = target.call(flash_attention_with_kvcache, q, cache, cache, **options)
     assert out.shape == (0, 2, 4, 64)
     assert lse.shape == (0, 4, 2)
 
 
 @everywhere
-def test_rows_are_appended_though_the_queries_have_no_heads(place: Place) -> None:
-    xp = place.xp
+def test_rows_are_appended_though_the_queries_have_no_heads(target: Target) -> None:
+    xp = target.xp
     cache, other = (xp.asarray(np.zeros((2, 50, 2, 64), np.float16)) for _ in range(2))
     new = xp.asarray(np.ones((2, 1, 2, 64), np.float16))
     lengths = xp.asarray(np.array([0, 37], np.int32))
     arrays, options = (new[:, :, :0], cache, other, new, new), {"cache_seqlens": lengths}
-    out, lse = place.call(flash_attention_with_kvcache, *arrays, **options, return_lse=True)
+    out, lse = target.call(flash_attention_with_kvcache, *arrays, **options, return_lse=True)
     assert out.shape == (2, 1, 0, 64)
     assert lse.shape == (2, 0, 1)
     appended = np.zeros((2, 50, 2, 64), np.float16)
@@ -142,12 +142,12 @@ def test_rows_are_appended_though_the_queries_have_no_heads(place: Place) -> Non
 
 
 @everywhere
-def test_sequences_may_read_one_cache(place: Place) -> None:
+def test_sequences_may_read_one_cache(target: Target) -> None:
     # Several beams read the cache of one prompt; no rows are appended.
     case = kvcache(dtype="float16", seqlen_q=2, batch=4, indexed=True, heads_q=8, heads_kv=2)
     arguments = problem_of(case).arguments()
     arguments["cache_batch_idx"][:] = arguments["cache_batch_idx"][int(np.argmax(case.lengths))]
-    out, lse, _, _ = run_kvcache(place, arguments)
+    out, lse, _, _ = run_kvcache(target, arguments)
     cache = arguments["cache_batch_idx"][0]
     for b, length in enumerate(case.lengths):
         k, v = (arguments[name][cache][None, :length] for name in ("k_cache", "v_cache"))
@@ -259,9 +259,9 @@ test_a_whole_batch_of_decode_steps_is_right = checks_everywhere(
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_step_by_step_the_cache_fills_and_each_token_is_right(
-    place: Place, dtype: str, page_size: int
+    target: Target, dtype: str, page_size: int
 ) -> None:
-    xp, steps = place.xp, 40
+    xp, steps = target.xp, 40
     rng = np.random.default_rng(4)
     q, k, v = (rng.standard_normal((2, steps, 4, 64)).astype(DTYPES[dtype]) for _ in range(3))
     shape = (6, 16, 4, 64) if page_size else (2, steps, 4, 64)
@@ -273,7 +273,7 @@ def test_step_by_step_the_cache_fills_and_each_token_is_right(
         q_new, *kv_new = (xp.asarray(array[:, first:end]) for array in (q, k, v))
         options = {"cache_seqlens": xp.asarray(np.full(2, first, np.int32)), "causal": True}
         options["block_table"] = table
-        out = place.call(flash_attention_with_kvcache, q_new, *views, *kv_new, **options)
+        out = target.call(flash_attention_with_kvcache, q_new, *views, *kv_new, **options)
         outs.append(to_numpy(out))
     Truth.of((q, k, v), causal=True).check(np.concatenate(outs, axis=1))
     for cache in caches:
@@ -299,9 +299,9 @@ def test_step_by_step_the_cache_fills_and_each_token_is_right(
     for page_size, rotary_dim in ((0, 0), (16, 20))
 )
 def test_rows_of_any_alignment_are_read_and_written_in_place(
-    place: Place, case: KVCacheCase, alignment: int
+    target: Target, case: KVCacheCase, alignment: int
 ) -> None:
-    check_kvcache(place, case, alignment)
+    check_kvcache(target, case, alignment)
 
 
 # ---- Splits of the keys
@@ -310,14 +310,7 @@ def test_rows_of_any_alignment_are_read_and_written_in_place(
 @everywhere
 @of_cases(
     KVCacheCase(
-        (4999, 1203, 0, 77),
-        dtype=dtype,
-        page_size=page_size,
-        causal=True,
-        seqlen_q=seqlen_q,
-        seqlen_new=new,
-        heads_q=8,
-        heads_kv=2,
+        *((4999, 1203, 0, 77), dtype, seqlen_q, new, 8, 2), causal=True, page_size=page_size
     )
     for dtype, page_size, seqlen_q, new in (
         ("float16", 0, 1, 1),
@@ -328,17 +321,17 @@ def test_rows_of_any_alignment_are_read_and_written_in_place(
     )
 )
 @pytest.mark.parametrize("num_splits", [0, 1, 3, 7])
-def test_any_number_of_splits_is_right(place: Place, case: KVCacheCase, num_splits: int) -> None:
-    check_kvcache(place, case, num_splits=num_splits)
+def test_any_number_of_splits_is_right(target: Target, case: KVCacheCase, num_splits: int) -> None:
+    check_kvcache(target, case, num_splits=num_splits)
 
 
 @on_gpu
 @of_cases([kvcache(dtype="float16", batch=2, longest=300, seqlen_q=2, heads_q=8, heads_kv=2)])
 @pytest.mark.parametrize("num_splits", [32, 100, 512])
 def test_more_splits_than_there_are_tiles_of_keys_are_right(
-    place: Place, case: KVCacheCase, num_splits: int
+    target: Target, case: KVCacheCase, num_splits: int
 ) -> None:
-    check_kvcache(place, case, num_splits=num_splits)
+    check_kvcache(target, case, num_splits=num_splits)
 
 
 # ---- Reproducible bits, and counters that kernels reset to zero
@@ -349,12 +342,12 @@ def test_more_splits_than_there_are_tiles_of_keys_are_right(
     [kvcache(dtype="bfloat16", longest=3000, seqlen_q=2, seqlen_new=2, rotary_dim=64, causal=True)]
 )
 @pytest.mark.parametrize("num_splits", [0, 7])
-def test_fifty_calls_give_the_same_bits(place: Place, case: KVCacheCase, num_splits: int) -> None:
+def test_fifty_calls_give_the_same_bits(target: Target, case: KVCacheCase, num_splits: int) -> None:
     problem: KVCacheProblem = problem_of(case)
-    expected = run_kvcache(place, problem.arguments(), num_splits=num_splits)
+    expected = run_kvcache(target, problem.arguments(), num_splits=num_splits)
     problem.check(*expected[:2])
     for _ in range(49):
-        again = run_kvcache(place, problem.arguments(), num_splits=num_splits)
+        again = run_kvcache(target, problem.arguments(), num_splits=num_splits)
         assert_same_bits(again, expected)
 
 
@@ -377,22 +370,22 @@ def on_device(case: KVCacheCase) -> dict[str, Any]:
     return arguments
 
 
-def call(place: Place, arguments: dict[str, Any], **options: Any) -> Any:
-    return place.call(flash_attention_with_kvcache, **arguments, **options)
+def call(target: Target, arguments: dict[str, Any], **options: Any) -> Any:
+    return target.call(flash_attention_with_kvcache, **arguments, **options)
 
 
 @on_every_family
 def test_calls_of_different_shapes_one_after_another_do_not_disturb_each_other(
-    place: Place,
+    target: Target,
 ) -> None:
     sets = [on_device(case) for case in MIXED]
-    expected = [call(place, arguments).get() for arguments in sets]
+    expected = [call(target, arguments).get() for arguments in sets]
     for case, result in zip(MIXED, expected, strict=True):
         problem_of(case).check(result)
     # The calls are enqueued without a pause, and each uses the counters that the last one reset.
     order = np.random.default_rng(8).integers(len(sets), size=200)
     splits = np.random.default_rng(9).integers(0, 4, size=200)
-    results = [call(place, sets[i], num_splits=int(n)) for i, n in zip(order, splits, strict=True)]
+    results = [call(target, sets[i], num_splits=int(n)) for i, n in zip(order, splits, strict=True)]
     for i, n, result in zip(order, splits, results, strict=True):
         if n == 0:
             np.testing.assert_array_equal(bits(result.get()), bits(expected[i]))
@@ -401,9 +394,9 @@ def test_calls_of_different_shapes_one_after_another_do_not_disturb_each_other(
 
 
 @on_every_family
-def test_two_streams_at_once_are_right(place: Place) -> None:
+def test_two_streams_at_once_are_right(target: Target) -> None:
     sets = [on_device(case) for case in MIXED]
-    expected = [call(place, arguments).get() for arguments in sets]
+    expected = [call(target, arguments).get() for arguments in sets]
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
     cupy.cuda.Device().synchronize()
     results: list[list[tuple[int, Any]]] = [[], []]
@@ -412,7 +405,7 @@ def test_two_streams_at_once_are_right(place: Place) -> None:
         for i in range(len(sets)):
             for s, which in enumerate((i, -1 - i)):
                 with streams[s]:
-                    results[s].append((which, call(place, sets[which])))
+                    results[s].append((which, call(target, sets[which])))
         if repeat == 0:
             cupy.cuda.Device().synchronize()
     cupy.cuda.Device().synchronize()
@@ -421,9 +414,9 @@ def test_two_streams_at_once_are_right(place: Place) -> None:
 
 
 @on_every_family
-def test_threads_with_streams_of_their_own_are_right(place: Place) -> None:
+def test_threads_with_streams_of_their_own_are_right(target: Target) -> None:
     sets = [on_device(case) for case in MIXED]
-    expected = [call(place, arguments).get() for arguments in sets]
+    expected = [call(target, arguments).get() for arguments in sets]
     results: dict[int, list[np.ndarray]] = {}
     start = threading.Barrier(len(sets))
     cupy.cuda.Device().synchronize()
@@ -432,7 +425,7 @@ def test_threads_with_streams_of_their_own_are_right(place: Place) -> None:
         stream = cupy.cuda.Stream(non_blocking=True)
         with stream:
             start.wait(60)
-            outs = [call(place, sets[index]) for _ in range(20)]
+            outs = [call(target, sets[index]) for _ in range(20)]
             results[index] = [out.get(stream=stream) for out in outs]
             stream.synchronize()
 
@@ -471,15 +464,15 @@ INVARIANT = [
 @everywhere
 @of_cases(INVARIANT)
 def test_batch_invariant_bits_of_a_sequence_are_the_same_alone(
-    place: Place, case: KVCacheCase
+    target: Target, case: KVCacheCase
 ) -> None:
     problem: KVCacheProblem = problem_of(case)
     arguments = problem.arguments()
-    out, lse, *caches = run_kvcache(place, arguments, batch_invariant=True)
+    out, lse, *caches = run_kvcache(target, arguments, batch_invariant=True)
     problem.check(out, lse)
     problem.check_caches(*caches)
     for b in range(len(case.lengths)):
-        alone = run_kvcache(place, only(arguments, b), batch_invariant=True)
+        alone = run_kvcache(target, only(arguments, b), batch_invariant=True)
         assert_same_bits(alone[:2], (out[b : b + 1], lse[b : b + 1]))
 
 
@@ -498,36 +491,27 @@ def only(arguments: dict[str, Any], b: int) -> dict[str, Any]:
 @pytest.mark.parametrize("rotary_dim", [0, 64])
 @pytest.mark.parametrize("cuts", [(100, 101, 102, 230, 247), (1, 2, 3, 4, 5, 6, 7), (299,)])
 def test_batch_invariant_bits_do_not_depend_on_chunks_and_steps(
-    place: Place, dtype: str, page_size: int, rotary_dim: int, cuts: tuple[int, ...]
+    target: Target, dtype: str, page_size: int, rotary_dim: int, cuts: tuple[int, ...]
 ) -> None:
     length = 300
-    case = KVCacheCase(
-        (0,),
-        dtype=dtype,
-        seqlen_q=length,
-        seqlen_new=length,
-        page_size=page_size,
-        rotary_dim=rotary_dim,
-        causal=True,
-        heads_q=8,
-        heads_kv=2,
-    )
+    sizes = {"page_size": page_size, "rotary_dim": rotary_dim}
+    case = KVCacheCase((0,), dtype, length, length, 8, 2, causal=True, **sizes)
     arguments = problem_of(case).arguments()
-    whole = run_kvcache(place, arguments, batch_invariant=True)
+    whole = run_kvcache(target, arguments, batch_invariant=True)
     problem_of(case).check(*whole[:2])
-    pieces = []
+    chunks = []
     caches = {name: arguments[name] for name in ("k_cache", "v_cache")}
     for first, end in itertools.pairwise((0, *cuts, length)):
-        piece = {name: arguments[name][:, first:end] for name in ("q", "k", "v")}
+        chunk = {name: arguments[name][:, first:end] for name in ("q", "k", "v")}
         lengths = {"cache_seqlens": np.array([first], np.int32)}
         out, lse, *after = run_kvcache(
-            place, arguments | caches | piece | lengths, batch_invariant=True
+            target, arguments | caches | chunk | lengths, batch_invariant=True
         )
-        pieces.append((out, lse))
+        chunks.append((out, lse))
         caches = dict(zip(caches, after, strict=True))
     together = (
-        np.concatenate([out for out, _ in pieces], axis=1),
-        np.concatenate([lse for _, lse in pieces], axis=2),
+        np.concatenate([out for out, _ in chunks], axis=1),
+        np.concatenate([lse for _, lse in chunks], axis=2),
     )
     assert_same_bits((*together, *caches.values()), whole)
 
@@ -539,7 +523,7 @@ def test_batch_invariant_bits_do_not_depend_on_chunks_and_steps(
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("num_splits", [0, 3])
 def test_what_lies_beyond_the_lengths_leaves_no_trace(
-    place: Place, page_size: int, num_splits: int
+    target: Target, page_size: int, num_splits: int
 ) -> None:
     # Unused rows hold NaN, infinity or a number; the bits of the result must be the same.
     case = kvcache(
@@ -551,7 +535,7 @@ def test_what_lies_beyond_the_lengths_leaves_no_trace(
         for name in ("k_cache", "v_cache"):
             cache = arguments[name]
             cache[np.isnan(cache.astype(np.float32))] = filling
-        results.append(run_kvcache(place, arguments, num_splits=num_splits)[:2])
+        results.append(run_kvcache(target, arguments, num_splits=num_splits)[:2])
     problem_of(case).check(*results[0])
     for result in results[1:]:
         assert_same_bits(result, results[0])
@@ -559,24 +543,16 @@ def test_what_lies_beyond_the_lengths_leaves_no_trace(
 
 @on_every_family
 @pytest.mark.parametrize("page_size", [0, 16])
-def test_one_sequence_leaves_no_trace_in_another(place: Place, page_size: int) -> None:
-    case = KVCacheCase(
-        (300, 120, 700),
-        dtype="bfloat16",
-        seqlen_q=3,
-        seqlen_new=3,
-        causal=True,
-        page_size=page_size,
-        heads_q=8,
-        heads_kv=2,
-    )
+def test_one_sequence_leaves_no_trace_in_another(target: Target, page_size: int) -> None:
+    lengths = 300, 120, 700
+    case = KVCacheCase(lengths, "bfloat16", 3, 3, 8, 2, causal=True, page_size=page_size)
     arguments = problem_of(case).arguments()
-    clean = run_kvcache(place, arguments)
+    clean = run_kvcache(target, arguments)
     arguments["q"][1] = np.nan
     place_of_second = arguments["block_table"][1] if page_size else 1
     for name in ("k_cache", "v_cache"):
         arguments[name][place_of_second] = np.inf
-    poisoned = run_kvcache(place, arguments)
+    poisoned = run_kvcache(target, arguments)
     for result, expected in zip(poisoned[:2], clean[:2], strict=True):
         np.testing.assert_array_equal(bits(result[[0, 2]]), bits(expected[[0, 2]]))
     assert np.isnan(poisoned[0][1].astype(np.float32)).all()
@@ -591,7 +567,7 @@ FAR = 2**31 + 2**20  # elements
 @pytest.mark.parametrize("page_size", [0, 1, 16, 64])
 @pytest.mark.parametrize("seqlen_new", [0, 3])
 def test_rows_beyond_32_bits_of_a_cache_are_read_and_appended(
-    place: Place, page_size: int, seqlen_new: int
+    target: Target, page_size: int, seqlen_new: int
 ) -> None:
     rng = np.random.default_rng(31)
     batch, capacity, head_dim = 3, 300, 64
@@ -617,9 +593,9 @@ def test_rows_beyond_32_bits_of_a_cache_are_read_and_appended(
         "softmax_scale": None,
     }
 
-    def with_cache(buffer: Any, places: np.ndarray) -> dict[str, Any]:
+    def with_cache(buffer: Any, indices: np.ndarray) -> dict[str, Any]:
         """Return the arguments with interleaved keys and values, (blocks, rows, 2, 1, dim)."""
-        numbers = places.astype(np.int32)
+        numbers = indices.astype(np.int32)
         return arguments | {
             "k_cache": buffer[:, :, 0],
             "v_cache": buffer[:, :, 1],
@@ -639,7 +615,7 @@ def test_rows_beyond_32_bits_of_a_cache_are_read_and_appended(
         name: cupy.asarray(value) if isinstance(value, np.ndarray) else value
         for name, value in far.items()
     }
-    out, lse = call(place, on_device, return_lse=True)
+    out, lse = call(target, on_device, return_lse=True)
     SequencesTruth.of_kvcache(near).check(out, lse)
     after = attention_with_kvcache_reference(**near)
     written = np.concatenate([buffer[:owned].get(), buffer[-owned:].get()])
@@ -656,20 +632,20 @@ def test_rows_beyond_32_bits_of_a_cache_are_read_and_appended(
 @pytest.mark.parametrize("seqlen_new", [0, 1, 7])
 @pytest.mark.parametrize("num_splits", [0, 3])
 def test_wrong_numbers_do_what_is_documented_and_no_harm(
-    place: Place, change: str, page_size: int, dtype: str, seqlen_new: int, num_splits: int
+    target: Target, change: str, page_size: int, dtype: str, seqlen_new: int, num_splits: int
 ) -> None:
     arguments = wrong_kvcache(change, page_size, dtype, seqlen_new)
-    check_kvcache_result(arguments, *run_kvcache(place, arguments, num_splits=num_splits))
+    check_kvcache_result(arguments, *run_kvcache(target, arguments, num_splits=num_splits))
 
 
 @on_gpu
 @pytest.mark.parametrize(("change", "page_size"), KVCACHE_CALLS)
 @pytest.mark.parametrize("seqlen_new", [0, 7])
 def test_wrong_numbers_do_no_harm_where_there_are_many_heads_either(
-    place: Place, change: str, page_size: int, seqlen_new: int
+    target: Target, change: str, page_size: int, seqlen_new: int
 ) -> None:
     arguments = wrong_kvcache(change, page_size, "bfloat16", seqlen_new, heads=HEADS[1])
-    check_kvcache_result(arguments, *run_kvcache(place, arguments))
+    check_kvcache_result(arguments, *run_kvcache(target, arguments))
 
 
 @pytest.mark.parametrize(("change", "page_size"), KVCACHE_CALLS)
@@ -682,7 +658,7 @@ def test_these_heads_are_so_many_that_clusters_compute_them(change: str, page_si
 @pytest.mark.parametrize("lengths", [(60, 250, 0), (-7, 2**31 - 1, 33)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_positions_outside_of_the_rotary_table_take_its_nearest_row(
-    place: Place, lengths: tuple[int, int, int], causal: bool
+    target: Target, lengths: tuple[int, int, int], causal: bool
 ) -> None:
     case = KVCacheCase(
         (60, 250, 0), dtype="float16", seqlen_q=5, seqlen_new=5, rotary_dim=32, causal=causal
@@ -697,18 +673,18 @@ def test_positions_outside_of_the_rotary_table_take_its_nearest_row(
         last = np.repeat(table[rows - 1 : rows], len(table) - rows, axis=0)
         extended[name] = np.concatenate([table[:rows], last])
     assert_same_bits(
-        run_kvcache(place, arguments | short), run_kvcache(place, arguments | extended)
+        run_kvcache(target, arguments | short), run_kvcache(target, arguments | extended)
     )
 
 
 @on_every_family
-def test_a_call_that_is_refused_leaves_the_cache_as_it_was(place: Place) -> None:
+def test_a_call_that_is_refused_leaves_the_cache_as_it_was(target: Target) -> None:
     case = KVCacheCase((60, 0), dtype="float16", seqlen_new=1, causal=True)
     problem: KVCacheProblem = problem_of(case)
-    arguments = problem.arguments(place.xp)
+    arguments = problem.arguments(target.xp)
     for wrong in ({"tile": {"Br": 7}}, {"num_splits": -1}, {"softmax_scale": np.nan}):
         with pytest.raises(ValueError, match=r"7|-1|nan"):
-            flash_attention_with_kvcache(**(arguments | place.options | wrong))
+            flash_attention_with_kvcache(**(arguments | target.options | wrong))
     for name in ("k_cache", "v_cache"):
         assert arguments[name].get().tobytes() == getattr(problem, name).tobytes()
 
@@ -748,9 +724,9 @@ def test_torch_tensors_on_the_gpu_are_appended_to_in_place() -> None:
 @everywhere
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_parts_of_a_cache_attended_to_one_by_one_merge_into_the_whole(
-    place: Place, dtype: str
+    target: Target, dtype: str
 ) -> None:
-    xp = place.xp
+    xp = target.xp
     case = KVCacheCase((301, 77, 0), dtype=dtype, seqlen_q=3, heads_q=8, heads_kv=2)
     problem: KVCacheProblem = problem_of(case)
     arguments = problem.arguments(xp)
@@ -759,6 +735,6 @@ def test_parts_of_a_cache_attended_to_one_by_one_merge_into_the_whole(
         lengths = np.clip(np.array(case.lengths) - first, 0, end - first).astype(np.int32)
         part = {name: arguments[name][:, first:end] for name in ("k_cache", "v_cache")}
         part["cache_seqlens"] = xp.asarray(lengths)
-        parts.append(call(place, arguments | part, return_lse=True))
+        parts.append(call(target, arguments | part, return_lse=True))
     out, lse = combine(*(xp.stack(results) for results in zip(*parts, strict=True)))
     problem.check(out, lse)

@@ -99,13 +99,7 @@ def test_wide_heads_with_values_of_their_own_are_right(
 ) -> None:
     for seed, lengths in enumerate([(300, 0, 41), (1, 700, 65)]):
         case = KVCacheCase(
-            lengths,
-            ("bfloat16", "float16")[seed],
-            heads_q=6,
-            heads_kv=2,
-            head_dim=dims[0],
-            head_dim_v=dims[1],
-            seqlen_new=1,
+            *(lengths, ("bfloat16", "float16")[seed], 1, 1, 6, 2, *dims),
             page_size=page_size,
             seed=seed,
         )
@@ -152,14 +146,8 @@ def draw_rows(number: int) -> tuple[KVCacheCase, dict[str, Any]]:
     seqlen_q = int(rng.choice([1, 1, 1, 1, 2, 70]))
     heads = int(rng.choice([128, 128, 64, 100, 33, 7, 200])) if seqlen_q == 1 else 7
     case = KVCacheCase(
-        lengths,
-        str(rng.choice(["float16", "bfloat16"])),
-        heads_q=heads_kv * heads,
-        heads_kv=heads_kv,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        seqlen_q=seqlen_q,
-        seqlen_new=new,
+        *(lengths, str(rng.choice(["float16", "bfloat16"])), seqlen_q, new),
+        *(heads_kv * heads, heads_kv, head_dim, head_dim_v),
         causal=bool(rng.random() < 0.5),
         page_size=int(rng.choice([64, 64, 32, 128, 96])) if paged else 0,
         indexed=not paged and bool(rng.random() < 0.5),

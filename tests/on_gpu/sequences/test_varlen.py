@@ -15,7 +15,7 @@ from support.gpu.gpu_sequences import (
     PAGES_OF_DIMS,
     SIXTEEN_BIT,
     Amid,
-    Place,
+    Target,
     assert_same_bits,
     check_varlen,
     checks_everywhere,
@@ -134,23 +134,23 @@ def with_gaps(case: VarlenCase, rng: np.random.Generator, *, cuts: bool) -> dict
     )
 )
 def test_rows_of_no_sequence_become_0_and_their_lse_minus_infinity(
-    place: Place, case: VarlenCase, num_splits: int
+    target: Target, case: VarlenCase, num_splits: int
 ) -> None:
     rng = np.random.default_rng(case.seed + num_splits)
     for _ in range(3):
-        arguments = with_gaps(case, rng, cuts=place.is_gpu)
-        out, lse = run_varlen(place, arguments, num_splits=num_splits)
+        arguments = with_gaps(case, rng, cuts=target.is_gpu)
+        out, lse = run_varlen(target, arguments, num_splits=num_splits)
         check_varlen_result(arguments, out, lse)
 
 
 @everywhere
 @pytest.mark.parametrize("starts", [(0,), (4,), (0, 0, 0)])
-def test_rows_beside_empty_sequences_become_0(place: Place, starts: tuple[int, ...]) -> None:
-    xp = place.xp
+def test_rows_beside_empty_sequences_become_0(target: Target, starts: tuple[int, ...]) -> None:
+    xp = target.xp
     rows = xp.asarray(np.full((9, 4, 64), np.nan, np.float16))
     ends = xp.asarray(np.array(starts, np.int32))
     options = {"return_lse": True, "out": rows.copy()}
-    out, lse = place.call(flash_attention_varlen, *[rows] * 3, ends, ends, 0, 0, **options)
+    out, lse = target.call(flash_attention_varlen, *[rows] * 3, ends, ends, 0, 0, **options)
     assert (out == 0).all()
     assert (lse == -np.inf).all()
 
@@ -178,7 +178,7 @@ test_pages_of_any_head_dims_are_right = checks_everywhere(
 
 
 @everywhere
-def test_sequences_may_share_pages(place: Place) -> None:
+def test_sequences_may_share_pages(target: Target) -> None:
     # Four sequences have one prompt, whose page numbers are in each row of the block table.
     case = varlen(dtype="float16", page_size=16, heads_q=8, heads_kv=2, batch=4, longest=150)
     arguments = problem_of(case).arguments()
@@ -187,7 +187,7 @@ def test_sequences_may_share_pages(place: Place) -> None:
         values = rng.standard_normal(arguments[name].shape)
         arguments[name] = values.astype(arguments[name].dtype)
     arguments["block_table"][:, :4] = arguments["block_table"][0, :4]
-    out, lse = run_varlen(place, arguments)
+    out, lse = run_varlen(target, arguments)
     check_varlen_result(arguments, out, lse)
 
 
@@ -201,24 +201,24 @@ def test_sequences_may_share_pages(place: Place) -> None:
     for page_size in (0, 16)
 )
 def test_rows_of_any_alignment_are_read_and_written_in_place(
-    place: Place, case: VarlenCase, alignment: int
+    target: Target, case: VarlenCase, alignment: int
 ) -> None:
-    check_varlen(place, case, alignment)
+    check_varlen(target, case, alignment)
 
 
 @everywhere
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_views_of_one_packed_projection_are_right(place: Place, dtype: str) -> None:
+def test_views_of_one_packed_projection_are_right(target: Target, dtype: str) -> None:
     rng = np.random.default_rng(3)
     cu_seqlens = np.array([0, 57, 57, 180, 203], np.int32)
     qkv = rng.standard_normal((203, 3, 4, 64)).astype(DTYPES[dtype])
-    on_device = place.xp.asarray(qkv)
+    on_device = target.xp.asarray(qkv)
     q, k, v = (on_device[:, i] for i in range(3))
-    lengths = place.xp.asarray(cu_seqlens)
-    out = place.call(flash_attention_varlen, q, k, v, lengths, lengths, 123, 123, causal=True)
+    lengths = target.xp.asarray(cu_seqlens)
+    out = target.call(flash_attention_varlen, q, k, v, lengths, lengths, 123, 123, causal=True)
     assert out.shape == (203, 4, 64)
     assert out.flags.c_contiguous
-    host = out if place.name == "cpu" else out.get()
+    host = out if target.name == "cpu" else out.get()
     for first, end in itertools.pairwise(cu_seqlens):
         own = qkv[None, first:end]
         truth = Truth.of((own[:, :, 0], own[:, :, 1], own[:, :, 2]), causal=True)
@@ -246,8 +246,8 @@ def test_views_of_one_packed_projection_are_right(place: Place, dtype: str) -> N
     )
 )
 @pytest.mark.parametrize("num_splits", [0, 1, 3, 7])
-def test_any_number_of_splits_is_right(place: Place, case: VarlenCase, num_splits: int) -> None:
-    check_varlen(place, case, num_splits=num_splits)
+def test_any_number_of_splits_is_right(target: Target, case: VarlenCase, num_splits: int) -> None:
+    check_varlen(target, case, num_splits=num_splits)
 
 
 @pytest.mark.gpu
@@ -258,7 +258,7 @@ def test_the_splits_of_a_tile_with_little_shared_memory_are_merged(dims: tuple[i
         (16,), (65536,), "float16", heads_q=1, heads_kv=1, head_dim=dims[0], head_dim_v=dims[1]
     )
     tile = {"Br": 16, "Bc": 16, "warps": 1, "stages": 2, "min_blocks": 1}
-    check_varlen(Place("decode"), case, tile=tile)
+    check_varlen(Target("decode"), case, tile=tile)
 
 
 # ---- Reproducible bits
@@ -266,14 +266,14 @@ def test_the_splits_of_a_tile_with_little_shared_memory_are_merged(dims: tuple[i
 
 @on_gpu
 @pytest.mark.parametrize("num_splits", [0, 7])
-def test_fifty_calls_give_the_same_bits(place: Place, num_splits: int) -> None:
+def test_fifty_calls_give_the_same_bits(target: Target, num_splits: int) -> None:
     case = varlen(dtype="bfloat16", longest=1500, causal=True, heads_q=8, heads_kv=2)
     arguments = problem_of(case).arguments()
-    expected = run_varlen(place, arguments, num_splits=num_splits)
+    expected = run_varlen(target, arguments, num_splits=num_splits)
     problem_of(case).check(*expected)
     owned = int(arguments["cu_seqlens_q"][-1])
     for _ in range(49):
-        out, lse = run_varlen(place, arguments, num_splits=num_splits)
+        out, lse = run_varlen(target, arguments, num_splits=num_splits)
         assert_same_bits((out, lse[:, :owned]), (expected[0], expected[1][:, :owned]))
 
 
@@ -292,15 +292,15 @@ INVARIANT = [
 @everywhere
 @of_cases(INVARIANT)
 def test_batch_invariant_bits_of_a_sequence_are_the_same_alone(
-    place: Place, case: VarlenCase
+    target: Target, case: VarlenCase
 ) -> None:
     problem = problem_of(case)
     arguments = problem.arguments()
-    out, lse = run_varlen(place, arguments, batch_invariant=True)
+    out, lse = run_varlen(target, arguments, batch_invariant=True)
     problem.check(out, lse)
     for b in range(len(case.seqlens_q)):
         rows = slice(*arguments["cu_seqlens_q"][b : b + 2])
-        alone = run_varlen(place, only(arguments, b), batch_invariant=True)
+        alone = run_varlen(target, only(arguments, b), batch_invariant=True)
         assert_same_bits(alone, (out[rows], lse[:, rows]))
 
 
@@ -328,22 +328,14 @@ def only(arguments: dict[str, Any], b: int) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_batch_invariant_bits_do_not_depend_on_how_a_prefill_is_cut(
-    place: Place, dtype: str, page_size: int
+    target: Target, dtype: str, page_size: int
 ) -> None:
     # A prefill is one sequence, or a batch of chunks. The keys of a chunk end with its last row.
     length = 333
-    case = VarlenCase(
-        (length,),
-        (length,),
-        dtype=dtype,
-        page_size=page_size,
-        causal=True,
-        heads_q=8,
-        heads_kv=2,
-        rows_of_none=0,
-    )
+    lengths, sizes = (length,), {"page_size": page_size, "rows_of_none": 0}
+    case = VarlenCase(lengths, lengths, dtype, 8, 2, causal=True, **sizes)
     arguments = problem_of(case).arguments()
-    whole = run_varlen(place, arguments, batch_invariant=True)
+    whole = run_varlen(target, arguments, batch_invariant=True)
     ends = np.array([0, 100, 101, 102, 230, 247, 333], np.int32)
     chunks = arguments | {"cu_seqlens_q": ends, "max_seqlen_q": 128}
     if page_size:
@@ -354,7 +346,7 @@ def test_batch_invariant_bits_do_not_depend_on_how_a_prefill_is_cut(
         for name in "kv":
             chunks[name] = np.concatenate([arguments[name][:end] for end in ends[1:]])
         chunks["cu_seqlens_k"] = np.cumsum(np.concatenate([[0], ends[1:]])).astype(np.int32)
-    assert_same_bits(run_varlen(place, chunks, batch_invariant=True), whole)
+    assert_same_bits(run_varlen(target, chunks, batch_invariant=True), whole)
 
 
 # ---- NaN and infinity that must have no effect
@@ -364,12 +356,12 @@ def test_batch_invariant_bits_do_not_depend_on_how_a_prefill_is_cut(
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_one_sequence_leaves_no_trace_in_another(
-    place: Place, page_size: int, poison: float
+    target: Target, page_size: int, poison: float
 ) -> None:
     # Neighbouring sequences share query tiles; the values of one must not affect the other.
     case = VarlenCase((37, 70, 5), (50, 91, 203), dtype="float16", page_size=page_size, causal=True)
     arguments = problem_of(case).arguments()
-    clean = run_varlen(place, arguments)
+    clean = run_varlen(target, arguments)
     middle = slice(37, 107)
     arguments["q"][middle] = poison
     if page_size:
@@ -377,7 +369,7 @@ def test_one_sequence_leaves_no_trace_in_another(
         arguments["k"][pages], arguments["v"][pages] = poison, poison
     else:
         arguments["k"][50:141], arguments["v"][50:141] = poison, poison
-    poisoned = run_varlen(place, arguments)
+    poisoned = run_varlen(target, arguments)
     others = np.r_[0:37, 107:112]
     assert_same_bits(
         (poisoned[0][others], poisoned[1][:, others]), (clean[0][others], clean[1][:, others])
@@ -393,10 +385,10 @@ def test_one_sequence_leaves_no_trace_in_another(
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("num_splits", [0, 3])
 def test_wrong_numbers_do_what_is_documented_and_no_harm(
-    place: Place, change: str, page_size: int, dtype: str, num_splits: int
+    target: Target, change: str, page_size: int, dtype: str, num_splits: int
 ) -> None:
     arguments = wrong_varlen(change, page_size, dtype)
-    out, lse = run_varlen(place, arguments, num_splits=num_splits)
+    out, lse = run_varlen(target, arguments, num_splits=num_splits)
     check_varlen_result(arguments, out, lse)
 
 
@@ -405,50 +397,50 @@ def test_wrong_numbers_do_what_is_documented_and_no_harm(
 
 @everywhere
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_equal_lengths_are_what_flash_attention_computes(place: Place, dtype: str) -> None:
-    xp = place.xp
+def test_equal_lengths_are_what_flash_attention_computes(target: Target, dtype: str) -> None:
+    xp = target.xp
     rng = np.random.default_rng(2)
     values = [rng.standard_normal((3, 70, 4, 64)).astype(DTYPES[dtype]) for _ in range(3)]
     q, k, v = map(xp.asarray, values)
     cu_seqlens = xp.asarray(np.arange(4, dtype=np.int32) * 70)
     packed = [x.reshape(210, 4, 64) for x in (q, k, v)]
     lengths = (cu_seqlens, cu_seqlens, 70, 70)
-    out = place.call(flash_attention_varlen, *packed, *lengths, causal=True)
-    dense = flash_attention(q, k, v, causal=True, backend="cpu" if place.name == "cpu" else "auto")
+    out = target.call(flash_attention_varlen, *packed, *lengths, causal=True)
+    dense = flash_attention(q, k, v, causal=True, backend="cpu" if target.name == "cpu" else "auto")
     truth = Truth.of(tuple(values), causal=True)
     for result in (out.reshape(3, 70, 4, 64), dense):
-        truth.check(result if place.name == "cpu" else result.get())
+        truth.check(result if target.name == "cpu" else result.get())
 
 
 @everywhere
-def test_no_sequences_give_an_empty_result(place: Place) -> None:
-    xp = place.xp
+def test_no_sequences_give_an_empty_result(target: Target) -> None:
+    xp = target.xp
     rows = xp.asarray(np.full((0, 4, 64), np.nan, np.float16))
     none = xp.asarray(np.zeros(1, np.int32))
     given = (rows, rows, rows, none, none, 0, 0)
-    out, lse = place.call(flash_attention_varlen, *given, return_lse=True)
+    out, lse = target.call(flash_attention_varlen, *given, return_lse=True)
     assert out.shape == (0, 4, 64)
     assert lse.shape == (4, 0)
 
 
 @everywhere
-def test_queries_without_heads_give_an_empty_result(place: Place) -> None:
-    xp = place.xp
+def test_queries_without_heads_give_an_empty_result(target: Target) -> None:
+    xp = target.xp
     q, k = (xp.asarray(np.full((5, heads, 64), np.nan, np.float16)) for heads in (0, 2))
     lengths = xp.asarray(np.array([0, 2, 5], np.int32))
     given = (q, k, k, lengths, lengths, 3, 3)
-    out, lse = place.call(flash_attention_varlen, *given, return_lse=True)
+    out, lse = target.call(flash_attention_varlen, *given, return_lse=True)
     assert out.shape == (5, 0, 64)
     assert lse.shape == (0, 5)
 
 
 @on_every_family
-def test_without_out_the_result_is_new_and_has_the_same_bits(place: Place) -> None:
+def test_without_out_the_result_is_new_and_has_the_same_bits(target: Target) -> None:
     case = varlen(dtype="bfloat16", causal=True)
     problem = problem_of(case)
-    given = run_varlen(place, problem.arguments())[0]
-    arguments = problem.arguments(place.xp)
-    out = place.call(flash_attention_varlen, **arguments)
+    given = run_varlen(target, problem.arguments())[0]
+    arguments = problem.arguments(target.xp)
+    out = target.call(flash_attention_varlen, **arguments)
     assert out.flags.c_contiguous
     owned = problem.truth.owned
     np.testing.assert_array_equal(bits(out.get()[owned]), bits(given[owned]))

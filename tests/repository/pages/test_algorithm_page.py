@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.benchmark_scripts import CHECKOUT, IN_CHECKOUT
+from support.cli.benchmark_scripts import CHECKOUT, IN_CHECKOUT
 
 from cupy_flash import attention_reference, combine
 

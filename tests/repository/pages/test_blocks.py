@@ -43,8 +43,8 @@ from typing import Any, ClassVar
 import click
 import pytest
 from click.testing import CliRunner
-from support import bench_records
-from support.benchmark_scripts import CHECKOUT, IN_CHECKOUT
+from support.cli import bench_records
+from support.cli.benchmark_scripts import CHECKOUT, IN_CHECKOUT
 
 from cupy_flash.cli.cases import workload
 from cupy_flash.cli.cases.cases import Case

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from support.benchmark_scripts import CHECKOUT, IN_CHECKOUT
+from support.cli.benchmark_scripts import CHECKOUT, IN_CHECKOUT
 
 import cupy_flash
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.benchmark_scripts import CHECKOUT, IN_CHECKOUT, script
+from support.cli.benchmark_scripts import CHECKOUT, IN_CHECKOUT, script
 
 import cupy_flash
 from cupy_flash import attention_reference, attention_with_kvcache_reference

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.bench_records import row, write
-from support.benchmark_scripts import CHECKOUT, IN_CHECKOUT, script
+from support.cli.bench_records import row, write
+from support.cli.benchmark_scripts import CHECKOUT, IN_CHECKOUT, script
 
 if not IN_CHECKOUT:
     pytest.skip("the tests stand outside a checkout", allow_module_level=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.bench_records import row, write
-from support.benchmark_scripts import IN_CHECKOUT, script
+from support.cli.bench_records import row, write
+from support.cli.benchmark_scripts import IN_CHECKOUT, script
 
 if not IN_CHECKOUT:
     pytest.skip("the tests stand outside a checkout", allow_module_level=True)

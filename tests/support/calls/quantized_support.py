@@ -10,14 +10,7 @@ import numpy as np
 
 from cupy_flash import flash_attention_varlen, flash_attention_with_kvcache
 from cupy_flash.reference.packed import attention_with_kvcache_reference
-from support.calls.sequence_support import (
-    KVCacheCase,
-    Truth,
-    VarlenCase,
-    random_kvcache_case,
-    random_varlen_case,
-    to_numpy,
-)
+from support.calls import sequence_support
 from support.gpu import cupy
 
 # NumPy dtype and largest number, by the name of the dtype in `Problem`.
@@ -37,7 +30,7 @@ class QuantizedCase:
     for each sequence's cache. `window` and `sinks` are those of the call.
     """
 
-    base: KVCacheCase | VarlenCase
+    base: sequence_support.KVCacheCase | sequence_support.VarlenCase
     cache_dtype: str
     scales: str
     window: tuple[int | None, int | None] = (None, None)
@@ -48,7 +41,7 @@ class QuantizedCase:
 
     @property
     def is_packed(self) -> bool:
-        return isinstance(self.base, VarlenCase)
+        return isinstance(self.base, sequence_support.VarlenCase)
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the function under test, as new NumPy arrays.
@@ -93,7 +86,7 @@ class QuantizedCase:
         if dtype is np.int8:
             scaled = np.rint(np.where(np.isnan(scaled), 99, scaled))
         quantized = scaled.astype(dtype)
-        appends = isinstance(self.base, KVCacheCase) and self.base.seqlen_new > 0
+        appends = isinstance(self.base, sequence_support.KVCacheCase) and self.base.seqlen_new > 0
         if shape == of_rows and (self.scales == "computed" or not appends):
             scale = np.where(unread, np.float32(np.nan), scale)
         if self.scales == "none":
@@ -108,7 +101,7 @@ def random_quantized_case(rng: np.random.Generator, **fixed: Any) -> QuantizedCa
     heads_kv = int(rng.choice([1, 2, 3]))
     paged = rng.random() < 0.5
     seqlen_new = int(rng.choice([1, 2, 5])) if scales == "computed" else int(rng.integers(3))
-    base = random_kvcache_case(
+    base = sequence_support.random_kvcache_case(
         rng,
         **{
             "dtype": str(rng.choice(["float16", "bfloat16", "float32"])),
@@ -130,7 +123,7 @@ def random_quantized_case(rng: np.random.Generator, **fixed: Any) -> QuantizedCa
 def random_packed_case(rng: np.random.Generator, **fixed: Any) -> QuantizedCase:
     """Return a case with packed queries; `fixed` sets fields of its `VarlenCase`."""
     heads_kv = int(rng.choice([1, 2, 3]))
-    base = random_varlen_case(
+    base = sequence_support.random_varlen_case(
         rng,
         **{
             "dtype": str(rng.choice(["float16", "bfloat16", "float32"])),
@@ -173,11 +166,11 @@ def run_on_gpu(arguments: dict[str, Any], **more: Any) -> tuple[dict[str, Any], 
     more = {name: on_device(x) for name, x in more.items()}
     function = flash_attention_varlen if is_packed else flash_attention_with_kvcache
     out, lse = function(**given, out=out, return_lse=True, **more)
-    return given, to_numpy(out), to_numpy(lse)
+    return given, sequence_support.to_numpy(out), sequence_support.to_numpy(lse)
 
 
 def _same_bits(a: Any, b: np.ndarray) -> bool:
-    a = to_numpy(a)
+    a = sequence_support.to_numpy(a)
     return a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
@@ -186,12 +179,12 @@ def check_on_gpu(case: QuantizedCase, **choice: Any) -> None:
     arguments = case.arguments()
     if case.is_packed:
         with np.errstate(all="ignore"):
-            of_packed = Truth.of_varlen(arguments)
+            of_packed = sequence_support.Truth.of_varlen(arguments)
         of_packed.check(*run_on_gpu(arguments, **choice)[1:])
         return
     with np.errstate(all="ignore"):
         expected = attention_with_kvcache_reference(**arguments)
-        truth = Truth.of_kvcache(arguments)
+        truth = sequence_support.Truth.of_kvcache(arguments)
     given, out, lse = run_on_gpu(arguments, **choice)
     truth.check(out, lse)
     for name in ("k_cache", "v_cache"):

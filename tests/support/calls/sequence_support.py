@@ -366,14 +366,14 @@ class VarlenProblem(_Problem):
             _random_sequence(rng, case, seqlen_q, seqlen_k)
             for seqlen_q, seqlen_k in zip(case.seqlens_q, case.seqlens_k, strict=True)
         )
-        room = [n + int(rng.integers(1, 9)) if case.seqused else n for n in case.seqlens_k]
-        cu_seqlens_q, cu_seqlens_k = _cumulative(case.seqlens_q), _cumulative(room)
+        space = [n + int(rng.integers(1, 9)) if case.seqused else n for n in case.seqlens_k]
+        cu_seqlens_q, cu_seqlens_k = _cumulative(case.seqlens_q), _cumulative(space)
         queries = [q for q, _, _ in dense]
         q = _packed(queries, cu_seqlens_q, case.rows_of_none, case.filler)
         keys, values = [k for _, k, _ in dense], [v for _, _, v in dense]
         block_table = None
         if case.page_size:
-            capacity = max(room, default=0) + case.slack
+            capacity = max(space, default=0) + case.slack
             block_table, pages = _shuffled_pages(rng, len(dense), capacity, case.page_size)
             k, v = (
                 _paged(rows, block_table, pages, case.page_size, case.filler)
@@ -391,11 +391,11 @@ class VarlenProblem(_Problem):
     def arguments(self, xp: Any = np) -> dict[str, Any]:
         """Return the arguments of the function under test, as new arrays of `xp`."""
         case = self.case
-        room = np.diff(self.cu_seqlens_k).max(initial=0)
+        space = np.diff(self.cu_seqlens_k).max(initial=0)
         return {
             **self.copies(xp),
             "max_seqlen_q": max(case.seqlens_q, default=0) + case.slack,
-            "max_seqlen_k": int(room) + case.slack,
+            "max_seqlen_k": int(space) + case.slack,
             "causal": case.causal,
             "softmax_scale": case.softmax_scale,
         }

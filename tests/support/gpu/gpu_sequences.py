@@ -67,7 +67,7 @@ NOT_AN_INDEX = 2**30 + 12345
 
 
 @dataclass(frozen=True)
-class Place:
+class Target:
     """Backend of a call: "cpu", a kernel family, or "chosen" for the planner's choice."""
 
     name: str
@@ -107,20 +107,20 @@ class Place:
             return function(*arguments, **options, **self.options)
 
 
-CPU = Place("cpu")
-ON_GPU = [Place(name) for name in (*SEQUENCE_FAMILIES, "chosen")]
+CPU = Target("cpu")
+ON_GPU = [Target(name) for name in (*SEQUENCE_FAMILIES, "chosen")]
 
 
-def _parameters(places: Iterable[Place]) -> list[Any]:
+def _parameters(targets: Iterable[Target]) -> list[Any]:
     return [
-        pytest.param(place, id=place.name, marks=[pytest.mark.gpu] if place.is_gpu else [])
-        for place in places
+        pytest.param(target, id=target.name, marks=[pytest.mark.gpu] if target.is_gpu else [])
+        for target in targets
     ]
 
 
-everywhere = pytest.mark.parametrize("place", _parameters([CPU, *ON_GPU]))
-on_every_family = pytest.mark.parametrize("place", _parameters(ON_GPU[:-1]))
-on_gpu = pytest.mark.parametrize("place", _parameters(ON_GPU))
+everywhere = pytest.mark.parametrize("target", _parameters([CPU, *ON_GPU]))
+on_every_family = pytest.mark.parametrize("target", _parameters(ON_GPU[:-1]))
+on_gpu = pytest.mark.parametrize("target", _parameters(ON_GPU))
 
 
 def of_cases(cases: Iterable[VarlenCase | KVCacheCase]) -> Any:
@@ -225,67 +225,67 @@ class Arrays:
                 array.assert_unchanged(name)
 
 
-def poison_free_memory(place: Place) -> None:
+def poison_free_memory(target: Target) -> None:
     """Fill the free memory that lse and the workspace will use with NaN."""
-    if not place.is_gpu:
+    if not target.is_gpu:
         return
-    cupy = place.xp
+    cupy = target.xp
     cupy.get_default_memory_pool().free_all_blocks()
     # All bits set is a NaN in every format. The pool cuts the next allocations from this block.
     cupy.cuda.alloc(POISONED).memset_async(0xFF, POISONED)
 
 
 def run_varlen(
-    place: Place, arguments: dict[str, Any], alignment: int = MAX_ALIGNMENT, **options: Any
+    target: Target, arguments: dict[str, Any], alignment: int = MAX_ALIGNMENT, **options: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (out, lse) of a call that writes over NaN; fail if it writes elsewhere."""
-    arrays = Arrays.of(place.xp, arguments, alignment)
-    out = _poisoned_out(place, arguments["q"], arguments["v"], alignment)
-    lse = _run(place, flash_attention_varlen, arrays, out, options)
+    arrays = Arrays.of(target.xp, arguments, alignment)
+    out = _poisoned_out(target, arguments["q"], arguments["v"], alignment)
+    lse = _run(target, flash_attention_varlen, arrays, out, options)
     arrays.assert_unchanged()
     return out.values(), lse
 
 
 def run_kvcache(
-    place: Place, arguments: dict[str, Any], alignment: int = MAX_ALIGNMENT, **options: Any
+    target: Target, arguments: dict[str, Any], alignment: int = MAX_ALIGNMENT, **options: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return (out, lse, k_cache, v_cache) after a call; fail if it writes elsewhere."""
-    arrays = Arrays.of(place.xp, arguments, alignment)
-    out = _poisoned_out(place, arguments["q"], arguments["v_cache"], alignment)
-    lse = _run(place, flash_attention_with_kvcache, arrays, out, options)
+    arrays = Arrays.of(target.xp, arguments, alignment)
+    out = _poisoned_out(target, arguments["q"], arguments["v_cache"], alignment)
+    lse = _run(target, flash_attention_with_kvcache, arrays, out, options)
     arrays.assert_unchanged(but=("k_cache", "v_cache"))
     caches = (arrays.amid[name].values() for name in ("k_cache", "v_cache"))
     return (out.values(), lse, *caches)
 
 
-def _poisoned_out(place: Place, q: np.ndarray, v: np.ndarray, alignment: int) -> Amid:
+def _poisoned_out(target: Target, q: np.ndarray, v: np.ndarray, alignment: int) -> Amid:
     """Return a buffer for the output, full of NaN."""
     shape = (*q.shape[:-1], v.shape[-1])
-    return Amid(place.xp, np.full(shape, np.nan, q.dtype), alignment)
+    return Amid(target.xp, np.full(shape, np.nan, q.dtype), alignment)
 
 
 def _run(
-    place: Place, function: Callable[..., Any], arrays: Arrays, out: Amid, options: dict[str, Any]
+    target: Target, function: Callable[..., Any], arrays: Arrays, out: Amid, options: dict[str, Any]
 ) -> np.ndarray:
     """Run a call that writes to `out`; return its lse."""
-    poison_free_memory(place)
+    poison_free_memory(target)
     given = arrays.arguments | {"out": out.view, "return_lse": True}
-    result, lse = place.call(function, **given, **options)
+    result, lse = target.call(function, **given, **options)
     assert result is out.view
     return to_numpy(lse)
 
 
 def check_varlen(
-    place: Place, case: VarlenCase, alignment: int = MAX_ALIGNMENT, **options: Any
+    target: Target, case: VarlenCase, alignment: int = MAX_ALIGNMENT, **options: Any
 ) -> None:
     """Fail unless a case is computed right."""
     problem: VarlenProblem = problem_of(case)
-    out, lse = run_varlen(place, problem.arguments(), alignment, **options)
+    out, lse = run_varlen(target, problem.arguments(), alignment, **options)
     problem.check(out, lse)
 
 
 def check_kvcache(
-    place: Place, case: KVCacheCase, alignment: int = MAX_ALIGNMENT, **options: Any
+    target: Target, case: KVCacheCase, alignment: int = MAX_ALIGNMENT, **options: Any
 ) -> None:
     """Fail unless a case is computed right, and the cache changes by the appended rows only.
 
@@ -294,17 +294,17 @@ def check_kvcache(
     problem: KVCacheProblem = problem_of(case)
     arguments = problem.arguments()
     given = {name: options.pop(name) for name in tuple(options) if name in arguments}
-    out, lse, k_cache, v_cache = run_kvcache(place, arguments | given, alignment, **options)
+    out, lse, k_cache, v_cache = run_kvcache(target, arguments | given, alignment, **options)
     problem.check(out, lse)
     problem.check_caches(k_cache, v_cache)
 
 
 def check_sequences(
-    place: Place, case: VarlenCase | KVCacheCase, alignment: int = MAX_ALIGNMENT, **options: Any
+    target: Target, case: VarlenCase | KVCacheCase, alignment: int = MAX_ALIGNMENT, **options: Any
 ) -> None:
     """Fail unless a case of either kind is computed right."""
     check = check_varlen if isinstance(case, VarlenCase) else check_kvcache
-    check(place, case, alignment, **options)
+    check(target, case, alignment, **options)
 
 
 def checks_everywhere(cases: Iterable[VarlenCase | KVCacheCase]) -> Callable[..., None]:
@@ -315,8 +315,8 @@ def checks_everywhere(cases: Iterable[VarlenCase | KVCacheCase]) -> Callable[...
 
     @everywhere
     @of_cases(cases)
-    def test(place: Place, case: VarlenCase | KVCacheCase) -> None:
-        check_sequences(place, case)
+    def test(target: Target, case: VarlenCase | KVCacheCase) -> None:
+        check_sequences(target, case)
 
     return test
 
@@ -334,7 +334,7 @@ def cubins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """Compile the kernels of the selected cases on all CPUs, instead of one by one in each call."""
     folder: Path = tmp_path_factory.mktemp("cubins")
     calls = selected_calls(request)
-    on_a_gpu = [call for call in calls if "case" in call and call["place"].is_gpu]
+    on_a_gpu = [call for call in calls if "case" in call and call["target"].is_gpu]
     if not gpu_unavailable():
         write_cubins(folder, itertools.chain.from_iterable(map(_jobs_of, on_a_gpu)))
     return folder
@@ -343,7 +343,7 @@ def cubins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def _jobs_of(call: dict[str, Any]) -> Iterator[Job]:
     """Yield the compilations for a test's parameters; the test compiles what is missing here."""
     options = {name: call[name] for name in ("alignment", "num_splits") if name in call}
-    family = None if call["place"].name == "chosen" else call["place"].name
+    family = None if call["target"].name == "chosen" else call["target"].name
     return jobs_of(call["case"], family, **options)
 
 

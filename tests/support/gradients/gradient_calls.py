@@ -82,8 +82,8 @@ def placed(array: np.ndarray, place: str, xp: Any) -> Any:
     elif place == "reversed":
         whole = xp.empty(array.shape, array.dtype)[..., ::-1, :, :]
     else:
-        before, behind = (16, 16) if place == "sliced" else (1, 2)
-        around = xp.full((*outer, rows, heads, before + dim + behind), np.nan, array.dtype)
+        before, after = (16, 16) if place == "sliced" else (1, 2)
+        around = xp.full((*outer, rows, heads, before + dim + after), np.nan, array.dtype)
         whole = around[..., before : before + dim]
     whole[...] = xp.asarray(array)
     return whole

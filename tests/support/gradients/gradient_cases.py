@@ -24,16 +24,7 @@ import cupy_flash
 from cupy_flash import MaskMod, ScoreMod
 from support.gpu import cupy
 from support.gpu.gpu_support import DTYPES
-from support.gradients.gradient_oracle import (
-    MASK_FUNCTIONS,
-    SCORE_FUNCTIONS,
-    SIZES,
-    OracleCall,
-    attention,
-    exact,
-    naive,
-    unseen,
-)
+from support.gradients import gradient_oracle
 
 FIRST_VARIABLE = "CUPY_FLASH_FIRST_GRADIENT_CASE"
 FIRST = int(os.environ.get(FIRST_VARIABLE, "0"))
@@ -150,7 +141,7 @@ class Case:
 
     number: int
     of: Class
-    oracle: OracleCall
+    oracle: gradient_oracle.OracleCall
     max_seqlens: tuple[int, int]
     wrt: tuple[str, ...]
 
@@ -208,7 +199,7 @@ class _Drawing:
             for n, spare in zip((self.seqlens_q, self.seqlens_k), self.spare, strict=True)
         )
         size = float(np.exp(rng.uniform(-1, 0.7)))
-        call = OracleCall(
+        call = gradient_oracle.OracleCall(
             q=self.normal(*rows, heads_q, dim, dtype=self.dtype, size=size),
             k=self.normal(*keys, heads_kv, dim, dtype=self.dtype),
             v=self.normal(*keys, heads_kv, dim_v, dtype=self.dtype),
@@ -250,7 +241,7 @@ class _Drawing:
         longest = tuple(int(n.max(initial=0)) for n in (self.seqlens_q, self.seqlens_k))
         return Case(self.number, of, call, longest, tuple(names))
 
-    def poison(self, call: OracleCall) -> None:
+    def poison(self, call: gradient_oracle.OracleCall) -> None:
         """Write NaN where nothing may be read: padding, rows of no sequence, some masked rows."""
         nan = float("nan")
         if call.seqlens_k is not None:
@@ -266,18 +257,18 @@ class _Drawing:
                 first, end = (int(n) for n in call.cu_seqlens_k[b : b + 2])
                 call.k[first + int(used) : end] = call.v[first + int(used) : end] = nan
         if self.rng.random() < 0.5:
-            blind, hidden = unseen(call)
+            blind, hidden = gradient_oracle.unseen(call)
             of_query = np.moveaxis(blind, -1, -2)
             call.q[of_query] = call.dout[of_query] = call.k[hidden] = nan
             if call.dlse is not None and call.sinks is None:
                 call.dlse[blind] = nan
 
-    def ignore_padded_rows(self, call: OracleCall) -> None:
+    def ignore_padded_rows(self, call: gradient_oracle.OracleCall) -> None:
         """Set dout and dlse of rows that attend to padding only to 0.
 
         The log-sum-exp of such a row, about -1e38, has no digits left for the number of keys.
         """
-        ignored = attention(call, exact(self.dtype)).lse < -PADDING
+        ignored = gradient_oracle.attention(call, gradient_oracle.exact(self.dtype)).lse < -PADDING
         call.dout[ignored.swapaxes(1, 2)] = 0
         if call.dlse is not None:
             call.dlse[ignored] = 0
@@ -292,20 +283,20 @@ class _Drawing:
         whole = (self.batch, of.heads[0], int(self.seqlens_q[0]), longest_k)
         return tuple(n if is_long else 1 for n, is_long in zip(whole, axes, strict=True))
 
-    def add_window(self, call: OracleCall) -> None:
+    def add_window(self, call: gradient_oracle.OracleCall) -> None:
         left, right = (int(n) for n in self.rng.integers(0, 50, 2))
         has_left, has_right = self.of.window
         call.window = left if has_left else None, right if has_right else None
 
-    def add_softcap(self, call: OracleCall) -> None:
+    def add_softcap(self, call: gradient_oracle.OracleCall) -> None:
         call.softcap = float(np.exp(self.rng.uniform(np.log(3), np.log(50))))
 
-    def add_alibi(self, call: OracleCall) -> None:
+    def add_alibi(self, call: gradient_oracle.OracleCall) -> None:
         heads = self.of.heads[0]
         shape = (self.batch, heads) if self.of.slopes_of_batch else (heads,)
         call.alibi_slopes = self.rng.uniform(0.01, 0.5, shape).astype(self.wide)
 
-    def add_bias(self, call: OracleCall) -> None:
+    def add_bias(self, call: gradient_oracle.OracleCall) -> None:
         call.bias = self.normal(*self.shape_of_pairs(self.of.bias_axes))
         if self.of.is_padding_bias:
             # The bias is that of models with padding masks.
@@ -314,20 +305,20 @@ class _Drawing:
             hidden = self.rng.random(shape) < self.rng.choice([0.1, 0.5, 1.0])
             call.bias = np.where(hidden, least, 0).astype(self.array_dtype)
 
-    def add_mask(self, call: OracleCall) -> None:
+    def add_mask(self, call: gradient_oracle.OracleCall) -> None:
         call.mask = self.rng.random(self.shape_of_pairs(self.of.mask_axes)) < 0.6
 
-    def add_prefix(self, call: OracleCall) -> None:
+    def add_prefix(self, call: gradient_oracle.OracleCall) -> None:
         call.prefix_lens = self.rng.integers(0, self.seqlens_k + 3).astype(np.int32)
 
-    def add_tree(self, call: OracleCall) -> None:
+    def add_tree(self, call: gradient_oracle.OracleCall) -> None:
         shape = (self.batch, int(self.seqlens_q[0]))
         call.tree_mask = self.rng.integers(0, 2**64, shape, dtype=np.uint64)
 
-    def add_sinks(self, call: OracleCall) -> None:
+    def add_sinks(self, call: gradient_oracle.OracleCall) -> None:
         call.sinks = self.normal(self.of.heads[0])
 
-    def add_score_mod(self, call: OracleCall) -> None:
+    def add_score_mod(self, call: gradient_oracle.OracleCall) -> None:
         heads, name = self.of.heads[0], self.of.score_mod
         longest = int(self.seqlens_k.max(initial=0))
         rng = self.rng
@@ -345,7 +336,7 @@ class _Drawing:
             call.captures["of_head"] = rng.uniform(0.5, 1.2, heads).astype(self.array_dtype)
             call.captures["of_key"] = rng.uniform(0.5, 1.2, longest + 1).astype(self.array_dtype)
 
-    def add_mask_mod(self, call: OracleCall) -> None:
+    def add_mask_mod(self, call: gradient_oracle.OracleCall) -> None:
         name, longest = self.of.mask_mod, int(self.seqlens_k.max(initial=0))
         call.mask_function = name
         if name == "documents":
@@ -398,11 +389,13 @@ def compare(case: Case, xp: Any) -> list[Difference]:
     """
     call, dtype = case.oracle, case.oracle.q.dtype
     found = _run(case, xp)
-    truth = attention(call, exact(dtype)).by_name()
+    truth = gradient_oracle.attention(call, gradient_oracle.exact(dtype)).by_name()
     with np.errstate(all="ignore"):
         # If the results under test are wrong, this may give any numbers.
-        plain = attention(call, naive(dtype), (found["out"], found["lse"])).by_name()
-    sizes = attention(call, SIZES).by_name()
+        plain = gradient_oracle.attention(
+            call, gradient_oracle.naive(dtype), (found["out"], found["lse"])
+        ).by_name()
+    sizes = gradient_oracle.attention(call, gradient_oracle.SIZES).by_name()
     # A row with a padded key has a size beyond PADDING, but its lse may be that of other keys.
     of_rows = np.concatenate([sizes["lse"].ravel(), abs(truth["lse"]).ravel()])
     score = of_rows[of_rows < PADDING].max(initial=0)
@@ -526,8 +519,8 @@ def check(number: int, xp: Any) -> None:
     assert not wrong, f"{'; '.join(map(str, wrong))}: {case}"
 
 
-assert set(SCORE_MODS) == set(SCORE_FUNCTIONS)
-assert set(MASK_MODS) == set(MASK_FUNCTIONS)
+assert set(SCORE_MODS) == set(gradient_oracle.SCORE_FUNCTIONS)
+assert set(MASK_MODS) == set(gradient_oracle.MASK_FUNCTIONS)
 
 
 if __name__ == "__main__":

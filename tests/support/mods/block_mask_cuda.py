@@ -107,10 +107,10 @@ extern "C" void build{number}(const BlockMaskParams* p, int range_warps, int thr
 class FoundMap(NamedTuple):
     """Contents of a block mask, whose row tiles have parts; shapes begin with batches and heads."""
 
-    visited: np.ndarray  # whether a block is non-empty, (parts, key blocks)
+    nonempty: np.ndarray  # whether a block is non-empty, (parts, key blocks)
     full: np.ndarray  # whether a block is full, (parts, key blocks)
     tiles: np.ndarray  # row tile, first and end key block in launch order, (row tiles, 3)
-    behind: np.ndarray  # partial blocks stored after each word of 32 blocks, (parts, words)
+    stored_after: np.ndarray  # partial blocks stored after each word of 32 blocks, (parts, words)
     shown: np.ndarray  # bits of stored visible pairs, (parts, slots, threads, halves, words)
 
 
@@ -197,6 +197,28 @@ def pointer(array: np.ndarray) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
 
 
+def random_spec(
+    rng: np.random.Generator,
+    sizes: tuple[int, int, int],
+    rows: Sequence[int],
+    keys: Sequence[int],
+    most_offset: int,
+    most_window: int,
+) -> BlockMaskSpec:
+    """Return a spec of few blocks; `sizes` are batch, heads and the bound of sequence lengths."""
+
+    def maybe(bound: int) -> int | None:
+        return None if rng.integers(2) else int(rng.integers(0, bound))
+
+    batch, heads, longest = sizes
+    seqlen_q, seqlen_k = (int(n) for n in rng.integers(1, longest, 2))
+    parts = int(rng.choice([1, 2, 3]))
+    Br, Bc = parts * int(rng.choice(rows)), int(rng.choice(keys))
+    offset = int(rng.choice([0, seqlen_k - seqlen_q, rng.integers(-50, most_offset)]))
+    band = offset, bool(rng.integers(2)), maybe(most_window), maybe(most_window)
+    return BlockMaskSpec(Br, Bc, batch, heads, seqlen_q, seqlen_k, *band, parts)
+
+
 def map_of(mod: MaskMod, spec: BlockMaskSpec, dtype: str) -> ReadyBlockMask:
     """Return the block mask of a mask on the current device and stream, as calls do."""
     cuda = block_masks.cupy_module().cuda
@@ -238,21 +260,21 @@ def read_map(
 
 def check_map(found: FoundMap, mod: MaskMod, spec: BlockMaskSpec, maps: tuple[int, int]) -> None:
     """Fail unless a block mask agrees with the pairs of the mask."""
-    visited, full, tiles = found[:3]
-    expected_visited, expected_full = _expected_map(mod, spec, maps)
-    np.testing.assert_array_equal(visited, expected_visited)
+    nonempty, full, tiles = found[:3]
+    expected_nonempty, expected_full = _expected_map(mod, spec, maps)
+    np.testing.assert_array_equal(nonempty, expected_nonempty)
     np.testing.assert_array_equal(full, expected_full)
     # All tiles occur, those with the most blocks first; nearly equal tiles may be in any order.
     order = tiles[..., 0]
     np.testing.assert_array_equal(
         np.sort(order), np.broadcast_to(range(spec.row_tiles), order.shape)
     )
-    of_tiles = visited.reshape(*maps, spec.row_tiles, spec.parts, spec.key_blocks).any(-2)
+    of_tiles = nonempty.reshape(*maps, spec.row_tiles, spec.parts, spec.key_blocks).any(-2)
     of_tiles = np.take_along_axis(of_tiles, order[..., None], -2)
-    counts, any_visited = of_tiles.sum(-1), of_tiles.any(-1)
+    counts, any_nonempty = of_tiles.sum(-1), of_tiles.any(-1)
     begin, end = of_tiles.argmax(-1), spec.key_blocks - of_tiles[..., ::-1].argmax(-1)
-    np.testing.assert_array_equal(tiles[..., 1], np.where(any_visited, begin, 0))
-    np.testing.assert_array_equal(tiles[..., 2], np.where(any_visited, end, 0))
+    np.testing.assert_array_equal(tiles[..., 1], np.where(any_nonempty, begin, 0))
+    np.testing.assert_array_equal(tiles[..., 2], np.where(any_nonempty, end, 0))
     assert (counts[..., 1:] - counts[..., :-1] <= spec.key_blocks // 255).all()
     _check_kept_pairs(found, mod, spec, maps)
 
@@ -262,11 +284,11 @@ def _check_kept_pairs(
 ) -> None:
     """Fail unless the stored pairs of the last partial blocks of each part are right."""
     slots = found.shown.shape[3]
-    partial = found.visited & ~found.full
+    partial = found.nonempty & ~found.full
     of_words = np.pad(partial, [(0, 0)] * 3 + [(0, -spec.key_blocks % 32)])
     counts = of_words.reshape(*partial.shape[:3], spec.words, 32).sum(-1)
-    behind = counts[..., ::-1].cumsum(-1)[..., ::-1] - counts
-    np.testing.assert_array_equal(found.behind, np.minimum(behind, slots))
+    stored_after = counts[..., ::-1].cumsum(-1)[..., ::-1] - counts
+    np.testing.assert_array_equal(found.stored_after, np.minimum(stored_after, slots))
     for kept in kept_pairs(found, spec):
         b, h, row, j = kept.at
         args = b, h, row + spec.q_offset, j
@@ -288,7 +310,7 @@ class KeptPairs(NamedTuple):
 def kept_pairs(found: FoundMap, spec: BlockMaskSpec) -> Iterator[KeptPairs]:
     """Yield the pairs that a block mask stores, those of the last partial blocks of each part."""
     slots = found.shown.shape[3]
-    partial = found.visited & ~found.full
+    partial = found.nonempty & ~found.full
     threads, halves, keys = np.ogrid[:128, :2, : spec.Bc // 4]
     rows = threads // 32 * 16 + threads % 32 // 4 + 8 * halves
     columns = threads % 4 * 2 + keys // 2 * 8 + keys % 2

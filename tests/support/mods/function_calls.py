@@ -51,8 +51,8 @@ class FunctionCall:
         """Largest error bound among those scores of a row that contribute to its output."""
         scores = np.where(self.seen, self.scores, -np.inf)
         top = scores.max(-1, keepdims=True)
-        weighs = self.seen & (scores + self.errors >= top - 60)
-        return np.where(weighs, self.errors, 0).max(-1, initial=0)
+        counts = self.seen & (scores + self.errors >= top - 60)
+        return np.where(counts, self.errors, 0).max(-1, initial=0)
 
     def formula(self, dtype: Any, real: Any) -> tuple[np.ndarray, ...]:
         """Return probabilities, output (rows, heads, head_dim) and log-sum-exp by the formula."""

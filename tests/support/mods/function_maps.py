@@ -58,17 +58,17 @@ def wrong_map(
     seen, known = pairs_of(function, spec)
     # If a mask does not depend on the sequence or the head, there is one block mask for all.
     seen, known = (x[: maps[0], : maps[1]] for x in (seen, known))
-    behind = np.arange(spec.seqlen_q)[:, None] + spec.q_offset - np.arange(spec.seqlen_k)
-    band = behind >= 0 if spec.causal else np.ones(behind.shape, bool)
+    distance = np.arange(spec.seqlen_q)[:, None] + spec.q_offset - np.arange(spec.seqlen_k)
+    band = distance >= 0 if spec.causal else np.ones(distance.shape, bool)
     if spec.left is not None:
-        band &= behind <= spec.left
+        band &= distance <= spec.left
     if spec.right is not None:
-        band &= -behind <= spec.right
+        band &= -distance <= spec.right
     some_seen = of_blocks(seen & known & band, spec)
     some_hidden = of_blocks(~seen & band & known, spec)
-    if (hides := some_seen & ~found.visited).any():
-        return f"{hides.sum()} blocks with seen pairs are not visited"
-    if (shows := some_hidden & found.full & found.visited).any():
+    if (hides := some_seen & ~found.nonempty).any():
+        return f"{hides.sum()} blocks with seen pairs are empty"
+    if (shows := some_hidden & found.full & found.nonempty).any():
         return f"{shows.sum()} blocks with hidden pairs are full"
     for kept in kept_pairs(found, spec):
         if (differs := kept.there & known[kept.at] & (kept.shown != seen[kept.at])).any():

@@ -310,9 +310,9 @@ class Oracle:
                 exact = a * b
             else:
                 exact = a / b
-                room = np.abs(b) - db
-                d = (np.abs(a) * db + np.abs(b) * da) / (np.abs(b) * room)
-                d = np.where((db > 0) & ~(room > 0), np.inf, d)
+                margin = np.abs(b) - db
+                d = (np.abs(a) * db + np.abs(b) * da) / (np.abs(b) * margin)
+                d = np.where((db > 0) & ~(margin > 0), np.inf, d)
             # An operand that is certainly infinite or NaN determines the result.
             is_finite = np.isfinite(a) & np.isfinite(b)
             settled = (np.isfinite(a) | (da == 0)) & (np.isfinite(b) | (db == 0))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.gpu import cupy
-from support.mods.block_mask_cuda import check_map, launched, map_of, read_map
+from support.mods.block_mask_cuda import check_map, launched, map_of, random_spec, read_map
 
 from cupy_flash.calls.gpu.block_masks import mask_text
 from cupy_flash.gpu.block_masks import BlockMask, BlockMaskSpec, Layout
@@ -64,8 +64,8 @@ def both(function: Callable[..., Any], arrays: Arrays) -> tuple[MaskMod, MaskMod
     return MaskMod(function, **on_gpu), MaskMod(function, **arrays)
 
 
-def bytes_of(map: BlockMask) -> Any:
-    return cupy.ndarray((map.layout.bytes,), np.uint8, memptr=map.memory)
+def bytes_of(block_mask: BlockMask) -> Any:
+    return cupy.ndarray((block_mask.layout.bytes,), np.uint8, memptr=block_mask.memory)
 
 
 def check(mod: MaskMod, on_host: MaskMod, spec: BlockMaskSpec, memory: np.ndarray) -> None:
@@ -74,49 +74,30 @@ def check(mod: MaskMod, on_host: MaskMod, spec: BlockMaskSpec, memory: np.ndarra
     check_map(read_map(spec, maps, memory, Layout.of(spec, text)), on_host, spec, maps)
 
 
-def random_spec(rng: np.random.Generator) -> BlockMaskSpec:
-    def maybe(bound: int) -> int | None:
-        return None if rng.integers(2) else int(rng.integers(0, bound))
-
-    seqlen_q, seqlen_k = (int(n) for n in rng.integers(1, KEYS, 2))
-    parts = int(rng.choice([1, 2, 3]))
-    return BlockMaskSpec(
-        Br=parts * int(rng.choice([16, 64])),
-        Bc=int(rng.choice([16, 64, 80, 128, 176])),
-        batch=BATCH,
-        heads_q=HEADS,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        q_offset=int(rng.choice([0, seqlen_k - seqlen_q, rng.integers(-50, 500)])),
-        causal=bool(rng.integers(2)),
-        left=maybe(500),
-        right=maybe(500),
-        parts=parts,
-    )
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_a_map_says_of_every_block_what_its_pairs_say(rng: np.random.Generator, name: str) -> None:
+def test_a_block_mask_says_of_every_block_what_its_pairs_say(
+    rng: np.random.Generator, name: str
+) -> None:
     mod, on_host = both(*arrays_of(rng)[name])
     for _ in range(8):
-        spec = random_spec(rng)
+        spec = random_spec(rng, (BATCH, HEADS, KEYS), (16, 64), (16, 64, 80, 128, 176), 500, 500)
         # pytest shows this output if the block masks differ.
         print(spec)
         ready = map_of(mod, spec, "float16")
-        memory = bytes_of(ready.map).get()
+        memory = bytes_of(ready.block_mask).get()
         check(mod, on_host, spec, memory)
 
 
 @pytest.mark.parametrize("name", ["documents", "few pairs", "window and first keys"])
-def test_the_same_map_comes_out_every_time(rng: np.random.Generator, name: str) -> None:
+def test_the_same_block_mask_comes_out_every_time(rng: np.random.Generator, name: str) -> None:
     mod, _ = both(*arrays_of(rng)[name])
     spec = BlockMaskSpec(128, 64, BATCH, HEADS, KEYS, KEYS, causal=True)
     found = set()
     for _ in range(5):
-        memory = bytes_of(map_of(mod, spec, "float16").map).get()
+        memory = bytes_of(map_of(mod, spec, "float16").block_mask).get()
         text = mask_text(mod, "float16")
-        map = read_map(spec, spec.maps(text), memory, Layout.of(spec, text))
-        found.add(map.visited.tobytes() + map.full.tobytes() + map.behind.tobytes())
+        built = read_map(spec, spec.maps(text), memory, Layout.of(spec, text))
+        found.add(b"".join(x.tobytes() for x in (built.nonempty, built.full, built.stored_after)))
         mod.refresh()
     assert len(found) == 1
 
@@ -127,12 +108,14 @@ def test_refresh_sees_what_was_written_to_a_captured_array(rng: np.random.Genera
     spec = BlockMaskSpec(128, 64, 1, 1, KEYS, KEYS)
 
     mod = MaskMod(same, doc=array)
-    check(mod, MaskMod(same, doc=first), spec, bytes_of(map_of(mod, spec, "float16").map).get())
+    check(
+        mod, MaskMod(same, doc=first), spec, bytes_of(map_of(mod, spec, "float16").block_mask).get()
+    )
     array.set(second)
-    kept = bytes_of(map_of(mod, spec, "float16").map).get()
+    kept = bytes_of(map_of(mod, spec, "float16").block_mask).get()
     check(mod, MaskMod(same, doc=first), spec, kept)
     mod.refresh()
-    anew = bytes_of(map_of(mod, spec, "float16").map).get()
+    anew = bytes_of(map_of(mod, spec, "float16").block_mask).get()
     check(mod, MaskMod(same, doc=second), spec, anew)
 
 
@@ -142,7 +125,7 @@ def keep_busy(array: Any) -> None:
         array += 1
 
 
-def test_a_map_is_built_behind_what_is_written_and_read_behind_what_builds_it(
+def test_a_block_mask_is_built_after_what_is_written_and_read_after_what_builds_it(
     rng: np.random.Generator,
 ) -> None:
     first, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
@@ -153,7 +136,7 @@ def test_a_map_is_built_behind_what_is_written_and_read_behind_what_builds_it(
     mod, spec = MaskMod(same, doc=array), BlockMaskSpec(64, 64, 1, 1, KEYS, KEYS)
     # Compile everything now: a compilation below would give the GPU time to finish its work.
     map_of(MaskMod(same, doc=array), spec, "float16")
-    copy = cupy.empty_like(bytes_of(map_of(MaskMod(same, doc=array), spec, "float16").map))
+    copy = cupy.empty_like(bytes_of(map_of(MaskMod(same, doc=array), spec, "float16").block_mask))
     cupy.cuda.Device().synchronize()
     with first:
         keep_busy(busy)
@@ -162,15 +145,15 @@ def test_a_map_is_built_behind_what_is_written_and_read_behind_what_builds_it(
         launched(on_first)
     with other:
         on_other = map_of(mod, spec, "float16")
-        cupy.copyto(copy, bytes_of(on_other.map))
+        cupy.copyto(copy, bytes_of(on_other.block_mask))
         launched(on_other)
-    assert on_first.map is on_other.map
+    assert on_first.block_mask is on_other.block_mask
     other.synchronize()
     check(mod, MaskMod(same, doc=ids), spec, copy.get())
 
 
 @pytest.mark.parametrize("reads_on_default", [False, True])
-def test_a_forgotten_map_stays_as_long_as_a_stream_reads_it(
+def test_a_forgotten_block_mask_stays_as_long_as_a_stream_reads_it(
     reads_on_default: bool, rng: np.random.Generator
 ) -> None:
     reader, builder = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream.null
@@ -182,31 +165,31 @@ def test_a_forgotten_map_stays_as_long_as_a_stream_reads_it(
     mod, spec = MaskMod(same, doc=cupy.asarray(ids)), BlockMaskSpec(64, 64, 1, 1, KEYS, KEYS)
     next_ids = cupy.asarray(others)
     ready = map_of(mod, spec, "float16")
-    copy = cupy.empty_like(bytes_of(ready.map))
+    copy = cupy.empty_like(bytes_of(ready.block_mask))
     launched(ready)
     cupy.cuda.Device().synchronize()
     with reader:
         ready = map_of(mod, spec, "float16")
         keep_busy(busy)
-        cupy.copyto(copy, bytes_of(ready.map))
+        cupy.copyto(copy, bytes_of(ready.block_mask))
         launched(ready)
-    address = ready.map.address
+    address = ready.block_mask.address
     mod.refresh()
     del ready
     # New block masks have the same size, so one is soon allocated at the forgotten one's address.
     after = []
     with builder:
-        while not after or (after[-1].map.address != address and len(after) < 500):
+        while not after or (after[-1].block_mask.address != address and len(after) < 500):
             next_mod = MaskMod(same, doc=next_ids)
             after.append(map_of(next_mod, spec, "float16"))
-    assert after[-1].map.address == address
+    assert after[-1].block_mask.address == address
     reader.synchronize()
     builder.synchronize()
     check(mod, MaskMod(same, doc=ids), spec, copy.get())
-    check(next_mod, MaskMod(same, doc=others), spec, bytes_of(after[-1].map).get())
+    check(next_mod, MaskMod(same, doc=others), spec, bytes_of(after[-1].block_mask).get())
 
 
-def test_a_graph_builds_its_map_from_what_the_arrays_hold_at_each_launch(
+def test_a_graph_builds_its_block_mask_from_what_the_arrays_hold_at_each_launch(
     rng: np.random.Generator,
 ) -> None:
     def causal(i: Any, j: Any, doc: Any) -> Any:
@@ -224,11 +207,11 @@ def test_a_graph_builds_its_map_from_what_the_arrays_hold_at_each_launch(
         captured = map_of(mod, spec, "float16")
         launched(captured)
         graph = stream.end_capture()
-        assert captured.map is not kept.map
+        assert captured.block_mask is not kept.block_mask
         for ids in values:
             array.set(ids, stream=stream)
             graph.launch(stream)
             stream.synchronize()
-            check(mod, MaskMod(causal, doc=ids), spec, bytes_of(captured.map).get())
-        assert map_of(mod, spec, "float16").map is kept.map
-        check(mod, MaskMod(causal, doc=values[0]), spec, bytes_of(kept.map).get())
+            check(mod, MaskMod(causal, doc=ids), spec, bytes_of(captured.block_mask).get())
+        assert map_of(mod, spec, "float16").block_mask is kept.block_mask
+        check(mod, MaskMod(causal, doc=values[0]), spec, bytes_of(kept.block_mask).get())

@@ -1,6 +1,6 @@
 r"""Times of small float32 calls and gradients: the CPU backend and the naive formula in NumPy.
 
-    OPENBLAS_NUM_THREADS=1 python benchmarks/cpu_small_calls.py \
+    OPENBLAS_NUM_THREADS=1 python benchmarks/cpu/small_calls.py \
         --output benchmarks/results/cpu_small_calls.json
 
 BLAS has as many threads for the formula as for the CPU backend's callers, those of the environment.
@@ -23,10 +23,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import cpu_gradients
-import cpu_grid
 import numpy as np
-from cpu_grid import Case, geometric_mean, random, write_record
+from gradients import naive as naive_gradients
+from grid import Case, geometric_mean, naive, random, write_record
 
 from cupy_flash import flash_attention, flash_attention_backward
 
@@ -55,7 +54,7 @@ def cases(only: str) -> Iterator[Case]:
             yield Case(
                 names["forward"],
                 lambda a=(q, k, v), c=causal: flash_attention(*a, causal=c, backend="cpu"),
-                lambda a=(q, k, v), c=causal: cpu_grid.naive(*a, c),
+                lambda a=(q, k, v), c=causal: naive(*a, c),
             )
         if chosen.search(names["backward"]):
             out, lse = flash_attention(q, k, v, causal=causal, return_lse=True, backend="cpu")
@@ -63,7 +62,7 @@ def cases(only: str) -> Iterator[Case]:
             yield Case(
                 names["backward"],
                 lambda a=arrays, c=causal: flash_attention_backward(*a, causal=c, backend="cpu"),
-                lambda a=arrays, c=causal: cpu_gradients.naive(*a, c),
+                lambda a=arrays, c=causal: naive_gradients(*a, c),
             )
 
 

@@ -254,8 +254,8 @@ def generation(ranks: Ranks, rng: np.random.Generator) -> None:
 def _rows_of_rank(group: parallel.Group, whole: np.ndarray, stripe: int) -> np.ndarray:
     """Return a rank's rows of a cache, padded with NaN to the length of the longest shard."""
     rows = parallel.cache_shard(whole, group.size, group.rank, stripe=stripe)
-    room = parallel.cache_shard_length(whole.shape[1], group.size, 0, stripe=stripe)
-    cache = np.full((len(whole), room, *whole.shape[2:]), np.nan, whole.dtype)
+    length = parallel.cache_shard_length(whole.shape[1], group.size, 0, stripe=stripe)
+    cache = np.full((len(whole), length, *whole.shape[2:]), np.nan, whole.dtype)
     cache[:, : rows.shape[1]] = rows
     return cache
 

@@ -1,8 +1,8 @@
-"""Record of the arrays of a backward call, their checks, and the problem that they describe."""
+"""Checks of the arrays of a backward call, and the problem that they describe."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from cupy_flash.arrays.strided import (
     to_bshd,
     with_one_batch_axis,
 )
-from cupy_flash.calls.arguments import Arguments, append_arrays, require_arrays
+from cupy_flash.calls.arguments import GradientArguments
 from cupy_flash.calls.check.problems import CheckedCall, check_call, lse_shape
 from cupy_flash.calls.gpu.allocate import ResultSpec
 from cupy_flash.calls.options import Options
@@ -26,84 +26,6 @@ from cupy_flash.problem.backward import with_gradient
 from cupy_flash.problem.gradient import OF_MOD, ROWS, GradientSpec
 from cupy_flash.problem.problem import Problem
 
-
-class GradientArguments(NamedTuple):
-    """Arrays of a backward call under their public names; None for an absent array."""
-
-    # The arrays from q to lse are required; a plan needs only q, k and v.
-    q: Any = None
-    k: Any = None
-    v: Any = None
-    out: Any = None
-    dout: Any = None
-    lse: Any = None
-    dlse: Any = None
-    dq: Any = None
-    dk: Any = None
-    dv: Any = None
-    cu_seqlens_q: Any = None
-    cu_seqlens_k: Any = None
-    seqused_k: Any = None
-
-    def key_arrays(self, options: Options) -> tuple[Any, ...]:
-        """Return all arrays: backward calls of every kind have the same."""
-        return self
-
-    def written(self, options: Options) -> dict[str, Any]:
-        """Return the arrays that the gradients of q, k and v are written to."""
-        return {"dq": self.dq, "dk": self.dk, "dv": self.dv}
-
-    def require_given(self, options: Options) -> None:
-        """Raise TypeError if an array that every backward call needs is None."""
-        require_arrays(self, _REQUIRED)
-
-    @property
-    def like(self) -> Any:
-        """Array that determines the array type of the results."""
-        return self.q
-
-    @property
-    def modification_arrays(self) -> tuple[Any, ...]:
-        """Arrays of modifications, which `append_arrays` has appended."""
-        return self[_FIXED:]
-
-    @property
-    def forward(self) -> Arguments:
-        """Record of the arrays of the forward call."""
-        plain = Arguments(
-            q=self.q,
-            k=self.k,
-            v=self.v,
-            out=self.out,
-            cu_seqlens_q=self.cu_seqlens_q,
-            cu_seqlens_k=self.cu_seqlens_k,
-            seqused_k=self.seqused_k,
-        )
-        names = self._fields[_FIXED:]
-        return append_arrays(plain, names, self.modification_arrays) if names else plain
-
-
-_FIXED = len(GradientArguments._fields)
-
-
-def in_field_order(
-    inputs: tuple[Any, ...],
-    results: tuple[Any, ...],
-    gradients: tuple[Any, ...],
-    lengths: tuple[Any, ...],
-    absent: Any = None,
-) -> tuple[Any, ...]:
-    """Return values in the order of the fields of `GradientArguments`.
-
-    `inputs` are those of q, k and v, `results` those of out and lse, and `gradients` those of dout
-    and dlse. The value of dq, dk and dv is `absent`.
-    """
-    (out, lse), (dout, dlse) = results, gradients
-    return (*inputs, out, dout, lse, dlse, absent, absent, absent, *lengths)
-
-
-WRITTEN = ("dq", "dk", "dv")
-_REQUIRED = ("q", "k", "v", "out", "dout", "lse")
 _OTHERS = ("dout", "out")
 
 

@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-CHECKOUT = Path(__file__).resolve().parents[2]
+CHECKOUT = Path(__file__).resolve().parents[3]
 # The tests may be outside of a checkout.
 IN_CHECKOUT = (CHECKOUT / "benchmarks").is_dir()
 
 
 def script(name: str) -> ModuleType:
-    """Return a module of the folder benchmarks/, which can import the other modules there."""
-    folder = str(CHECKOUT / "benchmarks")
-    if folder not in sys.path:
-        sys.path.append(folder)
-    return importlib.import_module(name)
+    """Return a script of the folder benchmarks/, which can import the other scripts beside it."""
+    path = CHECKOUT / "benchmarks" / name
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    return importlib.import_module(path.name)

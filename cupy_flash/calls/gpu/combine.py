@@ -58,4 +58,4 @@ def prepare(partials: Partials, _: None, context: Context) -> Call:
 
 
 # Merge of partial results. The options of a call are None.
-MERGE = Operation(readable, prepare)
+COMBINE = Operation(readable, prepare)

@@ -1,6 +1,6 @@
 """Times of the CPU backend and of the naive formula in NumPy, over a grid of float32 calls.
 
-    python benchmarks/cpu_grid.py --output benchmarks/results/cpu_grid.json
+    python benchmarks/cpu/grid.py --output benchmarks/results/cpu_grid.json
 
 Rounds of several calls of the two alternate, and the best time of each counts. The first call of a
 round is not counted if calls are short: BLAS keeps its threads spinning for some 30 ms after a

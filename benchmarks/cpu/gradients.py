@@ -1,8 +1,8 @@
 """Times of gradients of the CPU backend and of the plain formula in NumPy, float32.
 
-    python benchmarks/cpu_gradients.py
+    python benchmarks/cpu/gradients.py
 
-The timing is that of `cpu_grid.py`. Like `flash_attention_backward`, the formula computes the
+The timing is that of `grid.py`. Like `flash_attention_backward`, the formula computes the
 weights from the log-sum-exp. It computes in place where possible.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import product
 
 import numpy as np
-from cpu_grid import Case, best_times, hidden, random
+from grid import Case, best_times, hidden, random
 
 from cupy_flash import flash_attention, flash_attention_backward
 

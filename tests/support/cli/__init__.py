@@ -1,0 +1,1 @@
+"""Records, scripts and runs of the command line for tests."""

@@ -80,8 +80,8 @@ def test_block_masks_hide_no_seen_pair_and_show_no_hidden_one(begin: int) -> Non
         assert isinstance(on_gpu, MaskMod)
         spec = random_map_spec(function)
         ready = map_of(on_gpu, spec, inputs)
-        map = ready.map
-        memory = cupy.ndarray((map.layout.bytes,), np.uint8, memptr=map.memory).get()
+        mask = ready.block_mask
+        memory = cupy.ndarray((mask.layout.bytes,), np.uint8, memptr=mask.memory).get()
         launched(ready)
         text = mask_text(on_gpu, inputs)
         maps = spec.maps(text)

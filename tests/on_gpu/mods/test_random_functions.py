@@ -49,6 +49,11 @@ def test_kernels_compute_random_functions(begin: int) -> None:
     check_unit(list(range(begin, begin + PART)))
 
 
+def test_kernels_compute_functions_that_once_were_wrong() -> None:
+    # A comparison of |NaN| with a negative number.
+    check_unit([840504095])
+
+
 @pytest.mark.parametrize("_", range(FRESH))
 def test_kernels_compute_new_random_functions(_: int, rng: np.random.Generator) -> None:
     check_unit([int(n) for n in rng.integers(10**6, 10**9, PART)])

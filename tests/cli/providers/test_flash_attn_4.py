@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support import commands
+from support.cli import commands
 from support.fake_torch import TorchOnHost, install_torch, passes_check
 
 from cupy_flash import flash_attention_varlen

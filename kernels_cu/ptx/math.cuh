@@ -122,8 +122,8 @@ __device__ inline double cvt_f64_f32(float x) {
   return result;
 }
 
-// x < y, which is false for NaN: the negation of setp.geu.f32. ptxas 13.0 takes setp.lt of a negative
-// constant and |x|, or 2^x, for true even if x is NaN; likewise setp.le.
+// Returns x < y, which is false for NaN: the negation of setp.geu.f32. ptxas (CUDA 13.0 and 13.5)
+// replaces setp.lt and setp.le of a negative constant and |x|, or 2^x, by true even if x is NaN.
 __device__ inline bool setp_lt(float x, float y) {
   unsigned result;
   asm("{\n.reg .pred p;\nsetp.geu.f32 p, %1, %2;\nselp.u32 %0, 0, 1, p;\n}"
@@ -132,7 +132,7 @@ __device__ inline bool setp_lt(float x, float y) {
   return result != 0;
 }
 
-// x <= y, which is false for NaN: the negation of setp.gtu.f32.
+// Returns x <= y, which is false for NaN: the negation of setp.gtu.f32, see setp_lt().
 __device__ inline bool setp_le(float x, float y) {
   unsigned result;
   asm("{\n.reg .pred p;\nsetp.gtu.f32 p, %1, %2;\nselp.u32 %0, 0, 1, p;\n}"

@@ -11,7 +11,7 @@ the records under benchmarks/results/. WHAT has the syntax that quotes.py descri
     {{slower: WHAT in RECORDS}}                  cases in which a peer is faster, worst first
     {{overview: TITLE = WHAT in RECORDS; ...}}   table with a row for each comparison
     {{figure NAME | ALT | FIELD of PROVIDERS by FIELD for FIELDS [where ...] in RECORDS}}
-    {{cpu RECORD}} {{tuning RECORD}} {{roofline RECORD}} {{records}}
+    {{cpu RECORD}} {{records}}
     {{if RECORD}} ... {{end}}                    text that is left out if there is no such record
 """
 
@@ -100,9 +100,8 @@ class Page:
             return self._overview(rest)
         if name == "figure":
             return self._figure(*(part.strip() for part in rest.split("|")))
-        tables = {"cpu": cpu, "tuning": tuning, "roofline": roofline}
-        if name in tables:
-            return tables[name](records.read(self.results / f"{rest}.json").rows)
+        if name == "cpu":
+            return cpu(records.read(self.results / f"{rest}.json").rows)
         if name == "records":
             return index(self.results)
         source = quotes.source(directive)
@@ -347,40 +346,6 @@ def cpu(rows: Sequence[Row]) -> str:
         name = f"{worst['speedup']:.2f} ({worst['case']})"
         body.append([title, str(len(group)), geomean_cell(full), geomean_cell(causal), name])
     return table(["calls", "cases", "full", "causal", "least"], body, texts=1)
-
-
-def tuning(rows: Sequence[Row]) -> str:
-    """Return a table of the speed of default tiles relative to the best, by dtype and head_dim."""
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        dtype, head_dim, head_dim_v, *_ = row["problem_class"].split()
-        widths = dict.fromkeys((head_dim[1:], head_dim_v[2:]))
-        groups.setdefault((dtype, "/".join(widths)), []).append(row)
-    body = []
-    for (dtype, width), group in groups.items():
-        shares = [row["default_tflops"] / row["best_tflops"] for row in group]
-        mean = f"{statistics.geometric_mean(shares):.1%}"
-        tiles = span((row["tiles"] for row in group), "{:.0f}")
-        own = str(sum(row["stored"] for row in group))
-        body.append([dtype, width, str(len(group)), tiles, mean, f"{min(shares):.1%}", own])
-    headings = ["dtype", "head_dim", "classes", "tiles swept", "default / best", "least"]
-    return table([*headings, "own tiles"], body, texts=1)
-
-
-def roofline(rows: Sequence[Row]) -> str:
-    """Return a table of the attainable rate of each algorithm in the model, and measured rates."""
-    body = [
-        [
-            row["algorithm"],
-            number(row["intensity"]),
-            row["bound"],
-            number(row["attainable_tflops"]),
-            number(row["measured_tflops"]) if row["measured_tflops"] else "",
-        ]
-        for row in rows
-    ]
-    headings = ["algorithm", "FLOP/byte", "bound by", "attainable TFLOP/s", "measured"]
-    return table(headings, body, texts=1)
 
 
 def index(results: Path) -> str:

@@ -91,7 +91,7 @@ class Schedule:
         self._gemms: list[_Job] = []
         self._softmaxes: list[_Job] = []
         self._consumers = [_Consumer() for _ in range(CONSUMERS)]
-        self._order = 0  # turn in the ping-pong order of the GEMMs issued last; 0 without ping-pong
+        self._order = 0  # place of the last GEMMs in the ping-pong order; 0 without it
         self._run()
         self._load()
 

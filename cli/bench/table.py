@@ -15,6 +15,7 @@ from ..cases.presets import Preset
 from ..cases.sequences import repeatable
 from ..measure.check import Coverage
 from ..measure.runner import Cell, Settings
+from ..providers.torch_providers import TorchProvider
 from ..records import environment, report
 from ..records.records import CASE_FIELDS, optional_fields
 
@@ -91,7 +92,7 @@ def timing_text(settings: Settings, *, on_gpu: bool, backward: bool = False) -> 
 
 # Notes on calls for gradients: what is computed before the timed call.
 _UNTIMED = "the output and its log-sum-exp are computed beforehand, untimed"
-_BY_AUTOGRAD = "torch's calls are autograd.grad on a graph that is built beforehand"
+_BY_AUTOGRAD = "calls with torch's tensors are autograd.grad on a graph that is built beforehand"
 # Prefix of the names of providers that put a cache into pages.
 _PAGED = "cupy_flash-page"
 # Providers that hold the whole score matrix in memory, as the standard algorithm does.
@@ -387,7 +388,7 @@ def _notes(
     notes += [f"{text}." for text in environment.flop_conventions(cases)]
     is_backward = any(case.is_backward for case in cases)
     if is_backward:
-        of_torch = any(cell.provider.name.startswith("torch-") for cell in cells)
+        of_torch = any(isinstance(cell.provider, TorchProvider) for cell in cells)
         untimed = f"{_UNTIMED}; {_BY_AUTOGRAD}" if of_torch else _UNTIMED
         notes.append(f"{untimed[0].upper()}{untimed[1:]}.")
     if any(c.rows or not c.not_finite for c in checks):

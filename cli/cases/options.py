@@ -157,7 +157,7 @@ def list_option(
     return click.option(option_name(name), type=kind, help=text + default, metavar=metavar, **flag)
 
 
-# Options that turn a command's cases into caches or packed sequences.
+# Options that make a command's cases KV caches or packed sequences.
 sequence_options = with_options(
     click.option(
         "--cache",

@@ -75,15 +75,23 @@ def why_no_torch() -> str | None:
         return reason
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
-    with warnings.catch_warnings():
-        # Warnings of torch's own imports do not concern the user.
-        warnings.simplefilter("ignore")
-        try:
-            torch = torch_module()
-        except Exception as error:  # a missing or incompatible library raises various exceptions
-            return f"torch cannot be imported: {' '.join(str(error).split())[:80]}"
+    if reason := import_failure("torch", torch_module):
+        return reason
+    torch = torch_module()
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} finds no CUDA device"
+    return None
+
+
+def import_failure(name: str, load: Callable[[], Any]) -> str | None:
+    """Return why `load` cannot import the module `name`, or None if it can."""
+    with warnings.catch_warnings():
+        # Warnings of the module's own imports do not concern the user.
+        warnings.simplefilter("ignore")
+        try:
+            load()
+        except Exception as error:  # a missing or incompatible library raises various exceptions
+            return f"{name} cannot be imported: {' '.join(str(error).split())[:80]}"
     return None
 
 
@@ -124,10 +132,10 @@ def to_cupy(tensor: Any) -> Any:
     return cupy.from_dlpack(tensor.view(torch.int16)).view(ml_dtypes.bfloat16)
 
 
-def tensors_of(inputs: Inputs) -> tuple[Any, Any, Any]:
-    """Return q, k and v as torch takes them, (batch, heads, seqlen, dim), over the same memory.
+def tensors_of(inputs: Inputs, layout: str) -> tuple[Any, Any, Any]:
+    """Return q, k and v as a provider with this layout takes them, over the same memory.
 
-    For bshd arrays these are transposed views, as users of that layout would pass them.
+    For arrays in another layout these are transposed views, as its users would pass them.
     """
     import cupy
 
@@ -138,20 +146,23 @@ def tensors_of(inputs: Inputs) -> tuple[Any, Any, Any]:
         raise RuntimeError(f"torch is on stream {theirs:#x} and CuPy on {ours:#x}")
     # The environment may have changed this default; float32 must not be computed in TF32.
     torch.set_float32_matmul_precision("highest")
-    q, k, v = (_bhsd(inputs.case, array) for array in inputs.gpu)
+    q, k, v = (_in_layout(layout, inputs.case, array) for array in inputs.gpu)
     return q, k, v
 
 
-def _bhsd(case: Case, array: Any) -> Any:
+def _in_layout(layout: str, case: Case, array: Any) -> Any:
+    """Return a tensor over an array of a case; for packed sequences, it has no batch axis."""
     tensor = to_torch(array)
-    return tensor.transpose(1, 2) if case.layout == "bshd" else tensor
+    if case.kind == "varlen":
+        return tensor[0]
+    return tensor if case.layout == layout else tensor.transpose(1, 2)
 
 
-def _way_back(case: Case) -> Callable[[Any], Any]:
+def _way_back(layout: str, case: Case) -> Callable[[Any], Any]:
     """Return a function from torch's result to an array in the case's layout."""
-    if case.layout == "bshd":
-        return lambda out: to_cupy(out).swapaxes(1, 2)
-    return to_cupy
+    if case.kind == "varlen" or case.layout == layout:
+        return to_cupy
+    return lambda out: to_cupy(out).swapaxes(1, 2)
 
 
 def _replay(graph: Any, held: tuple[Any, ...]) -> None:
@@ -166,7 +177,7 @@ class Attention:
     Attributes
     ----------
     function
-        Function from q, k and v, (batch, heads, seqlen, dim), to the output.
+        Function from q, k and v, as `tensors_of` returns them, to the output.
     scope
         Function that returns a context for its calls.
     note
@@ -185,9 +196,16 @@ class Attention:
 
 
 class TorchProvider(Provider):
-    """Base class of the providers that compute with torch."""
+    """Base class of the providers that compute with torch.
+
+    Attributes
+    ----------
+    layout
+        Layout of the tensors that `attention` takes: "bhsd" or "bshd".
+    """
 
     on_gpu = True
+    layout = "bhsd"
 
     def missing(self) -> str | None:
         return why_no_torch()
@@ -198,14 +216,14 @@ class TorchProvider(Provider):
 
     def prepare(self, inputs: Inputs) -> Prepared:
         torch, case = torch_module(), inputs.case
-        tensors = tensors_of(inputs)
-        back = _way_back(case)
+        tensors = tensors_of(inputs, self.layout)
+        back = _way_back(self.layout, case)
         if not case.is_backward:
             result = self.attention(inputs, *tensors)
             call = functools.partial(result.function, *tensors)
             return Prepared(call, back, result.without_gradients, note=result.note)
         result = self.attention(inputs, *tensors)
-        dout = _bhsd(case, inputs.dout(on_gpu=True))
+        dout = _in_layout(self.layout, case, inputs.dout(on_gpu=True))
 
         def differentiated() -> Callable[[], Any]:
             # The leaves are new tensors, because autograd keeps the stream of a tensor's first use.

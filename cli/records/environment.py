@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import os
 import platform
 import re
@@ -35,6 +36,8 @@ FLOPS_OF_MODS = (
     "FLOPs of windows, documents, prefixes and dilated masks are of the visible pairs; pairs that "
     "mask arrays hide count"
 )
+# FlashAttention-4 and the compiler of its kernels, by the names of their packages.
+_OF_FLASH_ATTN_4 = ("flash-attn-4", "nvidia-cutlass-dsl")
 
 
 def flop_conventions(cases: Sequence[Case]) -> list[str]:
@@ -63,7 +66,8 @@ def kernel_name(family: str, direction: str) -> str:
 def versions() -> dict[str, str]:
     """Return the versions of everything that a result depends on, without missing packages.
 
-    torch and cuDNN are included if this process has imported torch, and NCCL if it uses that.
+    torch and cuDNN are included if this process has imported torch, FlashAttention-4 and its
+    compiler if it has imported that, and NCCL if it uses that.
     """
     result: dict[str, str | None] = {
         "cupy_flash": cupy_flash.__version__,
@@ -76,11 +80,21 @@ def versions() -> dict[str, str]:
         result["torch"] = str(torch.__version__)
         cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
         result["cudnn"] = None if cudnn is None else str(cudnn)
+    if "flash_attn.cute" in sys.modules:
+        result |= {name: _installed_version(name) for name in _OF_FLASH_ATTN_4}
     nccl = sys.modules.get("cupy.cuda.nccl")
     if nccl is not None and nccl.available:
         number = nccl.get_version()
         result["nccl"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
     return {name: version for name, version in result.items() if version}
+
+
+def _installed_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        # The module was imported from a folder of sources.
+        return None
 
 
 def _cupy_versions() -> dict[str, str | None]:

@@ -255,7 +255,9 @@ def as_planned(
         arguments, modifications, backward=options.wrt is not None
     )
     options = plain_options(options._replace(mod_key=mod_key))
-    arguments, _ = normalized(arguments, tuple(arguments.written(options)))
+    # A plan writes no caches, so that immutable arrays may stand for them.
+    written = (name for name in arguments.written(options) if name not in IN_PLACE)
+    arguments, _ = normalized(arguments, tuple(written))
     return type(arguments)(*map(as_cupy, arguments)), options
 
 

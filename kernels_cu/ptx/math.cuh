@@ -122,19 +122,20 @@ __device__ inline double cvt_f64_f32(float x) {
   return result;
 }
 
-// setp.lt.f32: false for NaN
+// Returns x < y, which is false for NaN: the negation of setp.geu.f32. ptxas (CUDA 13.0 and 13.5)
+// replaces setp.lt and setp.le of a negative constant and |x|, or 2^x, by true even if x is NaN.
 __device__ inline bool setp_lt(float x, float y) {
   unsigned result;
-  asm("{\n.reg .pred p;\nsetp.lt.f32 p, %1, %2;\nselp.u32 %0, 1, 0, p;\n}"
+  asm("{\n.reg .pred p;\nsetp.geu.f32 p, %1, %2;\nselp.u32 %0, 0, 1, p;\n}"
       : "=r"(result)
       : "f"(x), "f"(y));
   return result != 0;
 }
 
-// setp.le.f32: false for NaN
+// Returns x <= y, which is false for NaN: the negation of setp.gtu.f32, see setp_lt().
 __device__ inline bool setp_le(float x, float y) {
   unsigned result;
-  asm("{\n.reg .pred p;\nsetp.le.f32 p, %1, %2;\nselp.u32 %0, 1, 0, p;\n}"
+  asm("{\n.reg .pred p;\nsetp.gtu.f32 p, %1, %2;\nselp.u32 %0, 0, 1, p;\n}"
       : "=r"(result)
       : "f"(x), "f"(y));
   return result != 0;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -19,4 +20,7 @@ def _without_compiled_graphs() -> Iterator[None]:
     """Discard what `torch.compile` compiled for a file: its state changes errors of later files."""
     yield
     if "torch._dynamo" in sys.modules:
-        sys.modules["torch._dynamo"].reset()
+        # It imports more of torch, which warns of what torch deprecates.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            sys.modules["torch._dynamo"].reset()

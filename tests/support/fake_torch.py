@@ -15,12 +15,20 @@ from support.gpu import fake_cupy
 
 
 class Tensor(np.ndarray):
-    """Fake tensor: an array with a device and PyTorch's `transpose`."""
+    """Fake tensor: an array with a device, PyTorch's `transpose`, and a mark for gradients."""
 
     device = "cuda"
+    requires_grad = False
 
     def transpose(self, one: Any, other: Any = None) -> Any:
         return self.swapaxes(one, other)
+
+    def detach(self) -> Any:
+        return self.view()
+
+    def requires_grad_(self) -> Any:
+        self.requires_grad = True
+        return self
 
 
 class TorchOnHost:

@@ -13,7 +13,7 @@ from cupy_flash.arrays.kinds import to_torch
 from cupy_flash.arrays.torch_arrays import new_bytes, tensor_maker, tensor_types
 from cupy_flash.gpu.environment import cupy_module
 
-# Alignment of arrays that share an allocation, and maximum size of the allocation, in bytes.
+# Alignment of arrays in a common allocation, and maximum size of the allocation, in bytes.
 _ALIGNMENT, _MOST_TOGETHER = 512, 1 << 20
 # Largest ratio of the sizes of two arrays in one allocation.
 _MOST_TIMES = 4

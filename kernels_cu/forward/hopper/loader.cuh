@@ -1,6 +1,6 @@
 // TMA loads of the producer thread of the Hopper kernel: query tiles, and K and V tiles in the
-// order in which they take the stages of the ring. See `mla_loader.cuh` for MLA and
-// `HopperBiasLoader` for the bias.
+// order in which they take the stages of the ring. `mla_loader.cuh` specializes it for MLA, and
+// load_bias() in `bias.cuh` loads the bias.
 #pragma once
 
 #include "forward/hopper/cta.cuh"
@@ -27,7 +27,8 @@ struct HopperLoader {
   };
 
   const Cta& cta;
-  // Positions of the producer. Another order of these members changes the registers of consumers.
+  // Positions of the producer in its rings, those of work tiles included: if they were members of
+  // `HopperProducer` or in another order, the compiler would allocate other registers to consumers.
   PipelineState<Config::stages> ring = {};
   PipelineState<Config::q_stages> q_ring = {};
   int work_tile_slot = 0;  // index in the ring of work tiles

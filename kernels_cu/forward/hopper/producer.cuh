@@ -25,7 +25,8 @@ struct HopperProducer : HopperLoader<Config> {
   PipelineState<Cta::visible_pairs_slots> visible_pairs_ring = {};
   KvTileIterator<Config> kv_tiles;  // used if Config::skips_tiles
 
-  // Returns whether this thread runs produce(). Only the elected one issues loads.
+  // Returns whether this thread runs produce(). Only the thread for which is_elected() is true
+  // issues loads and arrives at barriers.
   __device__ static bool is_producer_thread() {
     return Config::skips_tiles ? threadIdx.x < 32 : threadIdx.x == 0;
   }

@@ -21,17 +21,9 @@ from cupy_flash.reference.gradients import backward_naive
 
 
 class GradientTensor(Tensor):
-    """Fake tensor that records whether it needs a gradient, and which tensor it repeats."""
+    """Fake tensor that records which tensor it repeats."""
 
-    requires_grad = False
     source: GradientTensor | None = None
-
-    def detach(self) -> GradientTensor:
-        return self.view()
-
-    def requires_grad_(self) -> GradientTensor:
-        self.requires_grad = True
-        return self
 
     def repeat_interleave(self, count: int, axis: int) -> Any:
         found = self.repeat(count, axis)

@@ -49,6 +49,11 @@ def test_kernels_compute_random_functions(begin: int) -> None:
     check_unit(list(range(begin, begin + PART)))
 
 
+def test_kernels_compute_functions_that_once_were_wrong() -> None:
+    # A comparison of |NaN| with a negative number.
+    check_unit([840504095])
+
+
 @pytest.mark.parametrize("_", range(FRESH))
 def test_kernels_compute_new_random_functions(_: int, rng: np.random.Generator) -> None:
     check_unit([int(n) for n in rng.integers(10**6, 10**9, PART)])
@@ -80,8 +85,8 @@ def test_block_masks_hide_no_seen_pair_and_show_no_hidden_one(begin: int) -> Non
         assert isinstance(on_gpu, MaskMod)
         spec = random_map_spec(function)
         ready = map_of(on_gpu, spec, inputs)
-        map = ready.map
-        memory = cupy.ndarray((map.layout.bytes,), np.uint8, memptr=map.memory).get()
+        mask = ready.block_mask
+        memory = cupy.ndarray((mask.layout.bytes,), np.uint8, memptr=mask.memory).get()
         launched(ready)
         text = mask_text(on_gpu, inputs)
         maps = spec.maps(text)

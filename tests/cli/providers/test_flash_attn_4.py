@@ -283,6 +283,8 @@ def test_a_table_says_that_autograd_is_timed(
 
 
 @pytest.mark.gpu
+# CuTe DSL warns about an argument that its own kernels have.
+@pytest.mark.filterwarnings("ignore:Argument .* cannot be converted to a JitArgument:UserWarning")
 @pytest.mark.parametrize(
     "options",
     [

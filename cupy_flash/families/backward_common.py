@@ -208,6 +208,7 @@ def config(
     *,
     last_writes: bool = False,
     splits_heads: bool = False,
+    may_descend: bool = False,
 ) -> dict[str, int | bool]:
     """Return the members of the `Config` struct that all backward kernels read.
 
@@ -220,6 +221,8 @@ def config(
         zeroes the tiles that attend to no key.
     splits_heads
         Whether several thread blocks may add to the dk and dv of a KV tile.
+    may_descend
+        Whether thread blocks of the last section may go through query tiles in descending order.
     """
     return {
         "as_inputs": problem.gradient_spec.as_inputs,
@@ -227,6 +230,7 @@ def config(
         "has_seqlens": not problem.layout.is_dense,
         "dq_Br": 0 if sums is None else sums.Br,
         "splits_heads": splits_heads,
+        "may_descend": may_descend,
         "may_mask_pairs": problem.score is not None and problem.score.conceals,
         "inspects": inspects(problem),
         "has_one_key_rows": _may_have_one_key(problem),

@@ -59,6 +59,7 @@ _BACKWARD = (
     + _fields(np.uint64, "dlse dsinks")
     + _fields(BIAS_GRADIENT_DTYPE, "dbias")
     + _fields(np.uint64, "bias_parts capture_sums")
+    + _fields(np.int32, "head_chunks ascending_blocks")
 )
 
 

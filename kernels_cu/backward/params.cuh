@@ -31,6 +31,8 @@ struct GradientParams : Params {
   BiasGradient dbias;
   void* bias_parts;    // partial sums of dbias in the workspace, see inputs/bias.cuh
   void* capture_sums;  // sums of dcaptures in the workspace, see inputs/captures.cuh
+  int head_chunks;       // with Config::splits_heads, see tile_coord.cuh
+  int ascending_blocks;  // with Config::may_descend, see tile_coord.cuh
 #ifdef CUPY_FLASH_MODIFIED
   // Contiguous gradients of captured arrays, by the number in generated code; null if not wanted.
   void* dcaptures[Mods::differentiable > 0 ? Mods::differentiable : 1];

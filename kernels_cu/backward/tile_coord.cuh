@@ -36,43 +36,62 @@ struct GradientTiling {
   }
 };
 
+// Returns whether the CTA belongs to the last section, see gradient_tile_coord().
+__device__ inline bool descends(const GradientParams& p) {
+  return int(blockIdx.x) >= p.ascending_blocks;
+}
+
 // Returns the gradient tile of a CTA. Heads are divided into sections of `section_heads`, whose
 // operands stay in L2 together, and consecutive CTAs compute the same tile of all heads of a
 // section. If a packed sequence is short, its sections are larger. Within a section, tiles are in
 // order or, if `FromLast`, reversed. Callers choose the order that starts with the longest tiles of
 // a causal mask or, for Hopper, the dq order (dq/order.cuh).
 //
-// With `Config::splits_heads`, each KV tile has `p.num_splits` CTAs, one for each chunk of the query
-// heads of its group. The CTAs of the first chunk precede those of the second in each section, so
-// that a chunk's CTA of a KV tile has usually ended when the next chunk's reaches its end.
+// With `Config::splits_heads`, each KV tile has `p.head_chunks` CTAs, one for each chunk of the query
+// heads of its group. Each chunk then counts as a KV head: those of the first chunks of all groups
+// precede those of the second ones, so that a chunk's CTA of a KV tile has usually ended when the
+// next chunk's reaches its end.
+//
+// With `Config::may_descend`, CTAs from `p.ascending_blocks` on belong to one last section, whose
+// tiles are in order even if `FromLast`: at the end of the kernel, the longest tiles of a causal mask
+// should not start last (dq/order.cuh).
 template <class Config, int Rows, bool OfKv, bool FromLast>
 __device__ GradientTileCoord gradient_tile_coord(const GradientParams& p, int block) {
   const GradientTiling<OfKv> tiling(p);
-  int chunks = 1;
-  if constexpr (OfKv && Config::splits_heads) chunks = p.num_splits;
+  int heads = tiling.heads;
+  if constexpr (OfKv && Config::splits_heads) heads *= p.head_chunks;
   const int longest = ceil_div(tiling.longest, Rows);
-  int tiles = longest, heads = p.batch * tiling.heads, section_heads = tiling.section_heads;
+  int tiles = longest, section_heads = tiling.section_heads;
   PackedRange tile_slots = {};
   const bool is_packed = Config::has_seqlens && tiling.starts != nullptr;
   if (is_packed) {
-    tile_slots = find_tile_slots<Rows>(tiling.starts, p.batch, tiling.total,
-                                       block / (tiling.heads * chunks));
+    tile_slots = find_tile_slots<Rows>(tiling.starts, p.batch, tiling.total, block / heads);
     tiles = tile_slots.end - tile_slots.begin;
-    heads = tiling.heads;
     section_heads = int(min(int64(heads), int64(section_heads) * max(1, longest / tiles)));
-    block -= tile_slots.begin * heads * chunks;
+    block -= tile_slots.begin * heads;
+  } else {
+    heads *= p.batch;
   }
-  const int section = block / (section_heads * tiles * chunks);
-  const int first_head = section * section_heads;
+  int first_head = block / (section_heads * tiles) * section_heads;
+  bool from_last = FromLast;
+  if constexpr (OfKv && Config::may_descend) {
+    if (descends(p)) {
+      from_last = false;
+      first_head = p.ascending_blocks / tiles;
+      section_heads = heads;
+    } else if (!is_packed) {
+      heads = p.ascending_blocks / tiles;
+    }
+  }
   const int section_size = min(section_heads, heads - first_head);
-  int index = block - first_head * tiles * chunks;
-  int chunk = 0;
-  if constexpr (OfKv && Config::splits_heads) {
-    chunk = index / (section_size * tiles);
-    index -= chunk * section_size * tiles;
-  }
+  const int index = block - first_head * tiles;
   const int tile = index / section_size;
-  const int head = first_head + index % section_size;
-  return {(FromLast ? tiles - 1 - tile : tile) * Rows,
+  int head = first_head + index % section_size, chunk = 0;
+  if constexpr (OfKv && Config::splits_heads) {
+    const int groups = is_packed ? tiling.heads : p.batch * tiling.heads;
+    chunk = head / groups;
+    head -= chunk * groups;
+  }
+  return {(from_last ? tiles - 1 - tile : tile) * Rows,
           is_packed ? tile_slots.sequence : head / tiling.heads, head % tiling.heads, chunk};
 }

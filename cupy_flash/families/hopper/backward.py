@@ -10,6 +10,7 @@ from cupy_flash.families import backward_common
 from cupy_flash.families.backward_common import QuerySums
 from cupy_flash.families.contract import (
     Family,
+    ceil_div,
     remembers_last,
     round_up,
     tile_members,
@@ -188,7 +189,10 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             self._sums(problem, tile, chunks),
             _section(problem, device, chunks),
             _tensor_maps(problem, tile),
-            {"num_splits": chunks},
+            {
+                "head_chunks": chunks,
+                "ascending_blocks": _ascending_blocks(problem, device, kv_blocks * chunks, tile.Bc),
+            },
         )
 
     def _sums(self, problem: Problem, tile: HopperBackwardTile, chunks: int) -> QuerySums:
@@ -221,6 +225,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
                 self._sums(problem, tile, 1),
                 last_writes=_last_writes(problem),
                 splits_heads=_may_split_heads(problem),
+                may_descend=_may_descend(problem),
             )
             | {"kv_Bc": tile.Bc}
         )
@@ -253,14 +258,32 @@ def _head_chunks(problem: Problem, device: Device) -> int:
     """Return the number of thread blocks that divide the query heads of a KV tile.
 
     With a causal mask, the KV tiles differ in length, and a whole group of query heads multiplies
-    the length of the longest one. So there are at least 12 thread blocks per SM, if possible.
+    the length of the longest one. So there are at least 6 thread blocks per SM, if possible.
     """
     if not _may_split_heads(problem) or (problem.mask.is_full and problem.layout.is_dense):
         return 1
     group = problem.heads_q // problem.heads_kv
     blocks, _ = backward_common.count_blocks(problem, 2 * WARPGROUP_ROWS, WARPGROUP_ROWS)
     chunks = [chunk for chunk in range(1, group + 1) if group % chunk == 0]
-    return next((n for n in chunks if n * blocks >= 12 * device.sm_count), chunks[-1])
+    return next((n for n in chunks if n * blocks >= 6 * device.sm_count), chunks[-1])
+
+
+def _may_descend(problem: Problem) -> bool:
+    """Return whether thread blocks of later keys have less work, because of a causal mask."""
+    mask = problem.mask
+    return mask.causal and mask.left is None
+
+
+def _ascending_blocks(problem: Problem, device: Device, blocks: int, keys: int) -> int:
+    """Return the number of thread blocks before the last section, see `tile_coord.cuh`.
+
+    The last section has about two thread blocks per SM: in a simulation of 16384 tokens and 16
+    heads, the SMs were then busy for 97% of the time, instead of 90% without such a section.
+    """
+    if not _may_descend(problem) or problem.layout.packed_k:
+        return blocks
+    tiles = ceil_div(problem.seqlen_k, keys)
+    return max(0, blocks - ceil_div(2 * device.sm_count, tiles) * tiles)
 
 
 def _register_split(problem: Problem) -> tuple[int, int]:

@@ -1,6 +1,18 @@
 // Order in which CTAs add to the dq of a query tile: the CTA of the last KV tile adds first. Each
 // CTA starts with the first queries that attend to its keys. With a causal mask, CTAs that start
 // together thus reach a query tile one after another in this order, and none waits.
+//
+// CTAs of the last section of heads instead start with the last queries and descend, and the CTA of
+// the first KV tile starts and adds first. With a causal mask, its work is the longest:
+//
+//            ascending: queries ->          descending: <- queries
+//   KV tile 0  . . . . x x x x   starts last    x x x x x x x x   starts first
+//           1      . . . x x x                      x x x x x x
+//           2          . . x x                          x x x x
+//           3              . x   starts first               x x   starts last
+//
+// In ascending order, sections follow one another without waits, but the kernel ends with the
+// longest CTAs. In descending order, each CTA waits one step for its predecessor.
 #pragma once
 
 #include "scheduler/tile_coord.cuh"

@@ -147,7 +147,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     if constexpr (computes_dq) {
       Base::template wait<wants_k>(dq_part);
       if constexpr (Cta::last_writes) {
-        if (cta.order.is_last_cta(step.tile)) {
+        if (cta.is_last_cta(step.tile)) {
           finish_dq(dq_part, step, stage);
         } else {
           write_dq_sums(dq_part);
@@ -242,7 +242,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
   __device__ void finish_dq(DqPart& sums, const Step& step, int stage) {
     ptx::mbarrier_wait(cta.earlier_sums_full(consumer), earlier_sums_phase);
     earlier_sums_phase ^= 1;
-    if (cta.order.order_index(step.tile) > 0) {
+    if (cta.order_index(step.tile) > 0) {
 #pragma unroll
       for (int j = 0; j < Fragments::column_tiles; ++j) {
         unsigned four[4];

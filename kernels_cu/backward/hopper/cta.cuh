@@ -168,28 +168,44 @@ struct HopperGradientCta {
     int tile;
   };
   __device__ bool has_steps() const { return order.first_tile < order.end_tile; }
+  // Whether query tiles go from the last to the first (dq/order.cuh).
+  __device__ bool descends() const {
+    if constexpr (Config::may_descend) return ::descends(p);
+    return false;
+  }
+  __device__ int start_tile() const { return descends() ? order.end_tile - 1 : order.first_tile; }
+  __device__ int stop_tile() const { return descends() ? order.first_tile : order.end_tile - 1; }
   __device__ Step first_step() const {
     if constexpr (Config::splits_heads) {
-      const int heads = p.heads_q / (p.heads_kv * p.num_splits);  // of a chunk
-      return {(coord.head * p.num_splits + coord.chunk) * heads, order.first_tile};
+      const int heads = p.heads_q / (p.heads_kv * p.head_chunks);  // of a chunk
+      return {(coord.head * p.head_chunks + coord.chunk) * heads, start_tile()};
     }
-    return {coord.head * (p.heads_q / p.heads_kv), order.first_tile};
+    return {coord.head * (p.heads_q / p.heads_kv), start_tile()};
   }
   // Compares products instead of dividing: a producer warp has too few registers for a division,
   // and ptxas once let the division overwrite its dividend. The products may wrap around, as they
   // differ by less than heads_q.
   __device__ bool is_last(const Step& step) const {
-    if (step.tile != order.end_tile - 1) return false;
+    if (step.tile != stop_tile()) return false;
     if constexpr (Config::splits_heads) {
-      const unsigned chunks = p.num_splits;
+      const unsigned chunks = p.head_chunks;
       return (step.head + 1u) * p.heads_kv * chunks ==
              (coord.head * chunks + coord.chunk + 1u) * p.heads_q;
     }
     return (step.head + 1u) * p.heads_kv == (coord.head + 1u) * p.heads_q;
   }
   __device__ Step next_step(const Step& step) const {
-    if (step.tile < order.end_tile - 1) return {step.head, step.tile + 1};
-    return {step.head + 1, order.first_tile};
+    if (step.tile != stop_tile()) return {step.head, step.tile + (descends() ? -1 : 1)};
+    return {step.head + 1, start_tile()};
+  }
+
+  // Returns the CTA's index in the dq order of a query tile.
+  __device__ int order_index(int tile) const {
+    return descends() ? coord.begin / Bc : order.order_index(tile);
+  }
+  // Returns whether the CTA is the last one in the dq order of a query tile.
+  __device__ bool is_last_cta(int tile) const {
+    return descends() ? order.order_index(tile) == 0 : order.is_last_cta(tile);
   }
 
   // Returns whether a step needs the mask. Missing keys are zeros, so their scores are 0, and their

@@ -30,9 +30,9 @@ struct HopperHeadChunks {
   template <int Keys, int Values>
   __device__ bool merge(float (&dk_sums)[Keys], float (&dv_sums)[Values]) const {
     const int chunk = cta.coord.chunk;
-    const bool is_last = chunk == cta.p.num_splits - 1;
+    const bool is_last = chunk == cta.p.head_chunks - 1;
     // If no query attends to the CTA's keys, that holds for all chunks, and all sums are 0.
-    if (cta.p.num_splits == 1 || !cta.has_steps()) return is_last;
+    if (cta.p.head_chunks == 1 || !cta.has_steps()) return is_last;
     const DqSums<Config> all(cta.p);
     const int slot = 2 * tile_slot(all) + consumer;
     int* semaphore = all.semaphores + all.count + slot;

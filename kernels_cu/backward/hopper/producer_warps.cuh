@@ -188,11 +188,11 @@ struct HopperGradientAdder {
     int* semaphore = all.semaphore(cta.p, cta.sequence, cta.coord.batch, step.head, step.tile);
     float* target = all.template sums<Fragments::floats>(cta.p, cta.sequence, cta.coord.batch,
                                                          step.head, step.tile);
-    const int order_index = cta.order.order_index(step.tile);
+    const int order_index = cta.order_index(step.tile);
     while (ptx::ld_acquire_gpu(semaphore) != order_index) {
     }
     ptx::fence_proxy_async_global();
-    if (Cta::last_writes && cta.order.is_last_cta(step.tile)) {
+    if (Cta::last_writes && cta.is_last_cta(step.tile)) {
       load_earlier_sums(target, order_index);
     } else {
       add_sums(target, order_index);

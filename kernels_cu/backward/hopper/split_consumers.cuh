@@ -70,7 +70,7 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
     float* target = all.template sums<Fragments::floats>(cta.p, cta.sequence, cta.coord.batch,
                                                          step.head, step.tile) +
                     Fragments::fragment_offset(warp, 0, Chunk * column_tiles, threadIdx.x % 32);
-    const bool is_first = cta.order.order_index(step.tile) == 0;
+    const bool is_first = cta.order_index(step.tile) == 0;
     if (Chunk == 0) {
       ptx::mbarrier_wait(cta.semaphore_acquired(semaphore_ring.index), semaphore_ring.phase);
     }
@@ -348,7 +348,7 @@ struct HopperSemaphoreWarp {
   __device__ void process(const Step& step) {
     const DqSums<Config> all(cta.p);
     int* semaphore = all.semaphore(cta.p, cta.sequence, cta.coord.batch, step.head, step.tile);
-    const int order_index = cta.order.order_index(step.tile);
+    const int order_index = cta.order_index(step.tile);
     while (ptx::ld_acquire_gpu(semaphore) != order_index) {
     }
     ptx::mbarrier_arrive(cta.semaphore_acquired(lane_index));

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -173,3 +174,59 @@ def test_heads_are_interleaved_as_far_as_l2_holds_what_they_move() -> None:
     assert heads(seqlen=16384) == 1
     assert heads(seqlen=1024) > heads(seqlen=4096) > 1
     assert heads(seqlen=16384, heads_kv=4) == 4
+
+
+def blocks_and_params(**how: Any) -> tuple[int, dict[str, int]]:
+    """Return the number of thread blocks that compute dk and dv, and fields of the struct."""
+    schedule = schedule_of(problem(**how))
+    (blocks,) = (x.grid[0] for x in schedule.launches if x.entry == "key_gradients")
+    return blocks, dict(schedule.params)
+
+
+@pytest.mark.parametrize(
+    ("how", "chunks"),
+    [
+        ({"causal": True, "heads_kv": 8}, 1),
+        ({"causal": True, "heads_kv": 4}, 2),
+        ({"causal": True, "heads_kv": 1}, 8),
+        ({"causal": True}, 1),
+        ({"heads_kv": 1}, 16),
+        ({"causal": True, "heads_kv": 1, "seqlen": 100}, 32),
+        ({"causal": True, "heads_kv": 1, "head_dim": 256}, 1),
+    ],
+    ids=str,
+)
+def test_a_group_is_divided_until_there_are_enough_thread_blocks(
+    how: dict[str, Any], chunks: int
+) -> None:
+    how = {"batch": 2, "seqlen": 8192, "heads": 32} | how
+    blocks, params = blocks_and_params(**how)
+    tiles = -(-how["seqlen"] // (64 if how.get("head_dim") == 256 else 128))
+    assert params["head_chunks"] == chunks
+    assert blocks == tiles * how["batch"] * how.get("heads_kv", how["heads"]) * chunks
+
+
+def test_chunks_of_a_group_have_sums_and_semaphores_in_the_workspace() -> None:
+    def workspace(heads_kv: int) -> int:
+        return schedule_of(problem(batch=1, seqlen=256, heads=2, heads_kv=heads_kv)).workspace
+
+    # Two KV tiles, each with float32 sums of dk and dv and with two semaphores.
+    assert workspace(1) - workspace(2) == 2 * 128 * (128 + 128) * 4
+
+
+@pytest.mark.parametrize(
+    ("how", "ascending"),
+    [
+        # The last section has two heads of 128 KV tiles, or 88 heads of 3 tiles.
+        ({"seqlen": 16384, "heads": 16}, 14 * 128),
+        ({"seqlen": 300, "heads": 100}, 12 * 3),
+        ({"seqlen": 300, "heads": 50}, 0),
+    ],
+    ids=str,
+)
+def test_the_last_section_of_a_causal_mask_has_two_thread_blocks_per_sm(
+    how: dict[str, Any], ascending: int
+) -> None:
+    assert blocks_and_params(batch=1, causal=True, **how)[1]["ascending_blocks"] == ascending
+    blocks, params = blocks_and_params(batch=1, **how)
+    assert params["ascending_blocks"] == blocks

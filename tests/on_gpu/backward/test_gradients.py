@@ -95,3 +95,23 @@ def test_the_same_inputs_give_the_same_bits(dtype: str) -> None:
         again = call.run(cupy)
         for name, gradient in first.items():
             np.testing.assert_array_equal(gradient.view(np.uint8), again[name].view(np.uint8))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+@pytest.mark.parametrize("heads_kv", [48, 24, 2])
+@pytest.mark.parametrize("window", [None, (200, 0)])
+def test_sections_of_ascending_and_descending_thread_blocks_are_right(
+    rng: np.random.Generator, head_dim: int, heads_kv: int, window: tuple[int, int] | None
+) -> None:
+    """There are so many heads that only some of them belong to the last section."""
+    rows, keys = (int(rng.integers(270, 380)) for _ in range(2))
+    shapes = {"q": (3, rows, 48, head_dim), "k": (3, keys, heads_kv, head_dim)}
+    shapes |= {"v": shapes["k"], "dout": shapes["q"]}
+    arrays = {n: rng.standard_normal(x).astype(DTYPES["bfloat16"]) for n, x in shapes.items()}
+    dout = arrays.pop("dout")
+    options: dict[str, Any] = {"causal": True} | ({} if window is None else {"window_size": window})
+    call = GradientCall(ModifiedCall("dense", "bfloat16", arrays, options), dout)
+    found = call.run(cupy)
+    check_gradients(call, found)
+    for name, gradient in call.run(cupy).items():
+        np.testing.assert_array_equal(gradient.view(np.uint8), found[name].view(np.uint8))

@@ -3,7 +3,8 @@
 // As in mma.cu, a CTA owns a KV tile, whose dk and dv it keeps in registers, and iterates over the
 // query tiles of all query heads. The CTAs of a head add their dq of a query tile in a fixed order
 // (dq/semaphore.cuh). Here query tiles go from the first to the last, and CTAs of later keys add
-// first. Either the last CTA of that order writes dq (`last_writes`), or another kernel does.
+// first; with a causal mask, the last heads are processed in the opposite order (dq/order.cuh).
+// Either the last CTA of that order writes dq (`last_writes`), or another kernel does.
 //
 // Two consumer warpgroups issue wgmma: each has half of the keys (hopper/consumer.cuh) or, for wide
 // heads, half of the products (hopper/split_consumers.cuh). Warps of the producer warpgroup load

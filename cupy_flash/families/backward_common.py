@@ -5,9 +5,11 @@ Each row of dk, dv and dq is accumulated in a fixed order, so that results are r
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cupy_flash.families import input_gradients
 from cupy_flash.families.contract import MAX_GRID, ceil_div, heads_in_l2, round_up, why_not_scale
@@ -23,6 +25,8 @@ _WORKSPACE_ALIGNMENT = 512
 _WORD = 4
 # Largest head_dim and head_dim_v of the backward kernels on tensor cores.
 _WIDEST = 256
+# Least number of query tiles of a chunk, if thread blocks divide the query tiles of a KV tile.
+_LEAST_CHUNK_TILES = 4
 
 
 def why_not(problem: Problem) -> str | None:
@@ -122,6 +126,81 @@ def schedule(
     )
 
 
+class QueryChunks(NamedTuple):
+    """Division of the queries of a KV tile among thread blocks, which add to its dk and dv.
+
+    Attributes
+    ----------
+    heads, tiles
+        Number of chunks of the query heads of a group, and of the query tiles of a head.
+    """
+
+    heads: int = 1
+    tiles: int = 1
+
+    @property
+    def blocks(self) -> int:
+        """Number of thread blocks of a KV tile."""
+        return self.heads * self.tiles
+
+
+def query_chunks(
+    problem: Problem, blocks: int, query_tiles: int, *, least: int, wave: int
+) -> QueryChunks:
+    """Return chunks of queries that give enough thread blocks, if the problem allows them.
+
+    With mask functions, a thread block would also need the sums of P over all queries.
+
+    Parameters
+    ----------
+    problem, blocks, query_tiles
+        Backward problem, number of KV tiles of all heads, and of query tiles of a head.
+    least
+        Number of thread blocks below which the heads of a group are divided.
+    wave
+        Number of thread blocks that run at a time. If there are fewer, query tiles are divided.
+    """
+    masks_pairs = problem.score is not None and problem.score.masks_pairs
+    if masks_pairs or not problem.gradient_spec.wants("k", "v"):
+        return QueryChunks()
+    group = problem.heads_q // problem.heads_kv
+    divisors = [heads for heads in range(1, group + 1) if group % heads == 0]
+    heads = next((n for n in divisors if n * blocks >= least), group)
+    tiles = min(wave // max(1, heads * blocks), query_tiles // _LEAST_CHUNK_TILES)
+    return QueryChunks(heads, max(1, tiles))
+
+
+def with_chunks(
+    schedule: Schedule, chunks: QueryChunks, kv_tiles: int, parties: int, floats: int
+) -> Schedule:
+    """Return a schedule with the workspace and the parameters of chunks of queries.
+
+    Parameters
+    ----------
+    schedule, chunks
+        Schedule of the backward pass, and its chunks of queries.
+    kv_tiles, parties, floats
+        Number of KV tiles of all heads, number of groups of threads of a thread block that add
+        independently, and number of sums of such a group.
+    """
+    if chunks.blocks == 1:
+        params = {"head_chunks": 1, "tile_chunks": 1}
+        return dataclasses.replace(schedule, params={**schedule.params, **params})
+    semaphores = round_up(kv_tiles * parties, _WORKSPACE_ALIGNMENT // _WORD)
+    offset = round_up(schedule.workspace, _WORKSPACE_ALIGNMENT)
+    return dataclasses.replace(
+        schedule,
+        workspace=offset + (semaphores + kv_tiles * parties * floats) * _WORD,
+        workspace_offsets={**schedule.workspace_offsets, "kv_sums": offset},
+        params={
+            **schedule.params,
+            "head_chunks": chunks.heads,
+            "tile_chunks": chunks.tiles,
+            "kv_semaphores": semaphores,
+        },
+    )
+
+
 @dataclass(frozen=True)
 class QuerySums:
     """Float32 accumulator of dq in the workspace, see `kernels_cu/backward/dq/accumulate.cuh`.
@@ -130,26 +209,20 @@ class QuerySums:
     ----------
     Br, columns
         Number of rows, and of columns, of a dq tile.
-    kv_tiles, kv_floats
-        Number of KV tiles whose dk and dv several thread blocks sum, and number of floats of each.
     """
 
     Br: int
     columns: int
-    kv_tiles: int = 0
-    kv_floats: int = 0
 
     def workspace(self, problem: Problem) -> int:
         """Return the size in bytes of row statistics (lse and delta), semaphores and dq tiles."""
         terms = _query_rows(problem) * 2 * ITEMSIZE[problem.lse_dtype]
         tile_slots = self.tile_slots(problem)
         sums = tile_slots * self.Br * self.columns * _WORD
-        semaphores = tile_slots + 2 * self.kv_tiles
         return (
             round_up(terms, _WORKSPACE_ALIGNMENT)
-            + round_up(semaphores * _WORD, _WORKSPACE_ALIGNMENT)
+            + round_up(tile_slots * _WORD, _WORKSPACE_ALIGNMENT)
             + sums
-            + self.kv_tiles * self.kv_floats * _WORD
         )
 
     def tile_slots(self, problem: Problem) -> int:
@@ -207,7 +280,6 @@ def config(
     sums: QuerySums | None = None,
     *,
     last_writes: bool = False,
-    splits_heads: bool = False,
     may_descend: bool = False,
 ) -> dict[str, int | bool]:
     """Return the members of the `Config` struct that all backward kernels read.
@@ -219,8 +291,6 @@ def config(
     last_writes
         Whether the last thread block that adds to a dq tile also writes dq. Preprocessing then
         zeroes the tiles that attend to no key.
-    splits_heads
-        Whether several thread blocks may add to the dk and dv of a KV tile.
     may_descend
         Whether thread blocks of the last section may go through query tiles in descending order.
     """
@@ -229,7 +299,6 @@ def config(
         "row_lanes": row_lanes(problem),
         "has_seqlens": not problem.layout.is_dense,
         "dq_Br": 0 if sums is None else sums.Br,
-        "splits_heads": splits_heads,
         "may_descend": may_descend,
         "may_mask_pairs": problem.score is not None and problem.score.conceals,
         "inspects": inspects(problem),

@@ -242,6 +242,7 @@ class Family(ABC, Generic[TileT]):
         if gradient is not None:
             types["Gradient"] = ELEMENT_TYPES[gradient.dtype]
             members["has_dlse"] = gradient.dlse
+            members["splits_queries"] = "kv_sums" in schedule.workspace_offsets
         # `_written` caches units: writing one takes 0.05 ms, and new lengths rarely need a new one.
         return _written(
             self.arch_specific,

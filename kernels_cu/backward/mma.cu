@@ -31,7 +31,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
       Base::ds_address;
   using Base::p_address, Base::queries_address, Base::dout_address, Base::stats_address,
       Base::load_keys, Base::load;
-  using Base::group, Base::is_last, Base::next_step, Base::order_index, Base::read;
+  using Base::first_step, Base::is_last, Base::next_step, Base::order_index, Base::read;
   using Base::multiply_paired, Base::units, Base::second_unit, Base::scale, Base::read_ds;
   using Base::first_dq_tile, Base::p_units_begin, Base::ds_units_begin, Base::factors;
   using Base::clean_keys, Base::clean_queries, Base::apply_to_left;
@@ -62,13 +62,16 @@ struct MmaGradients : MmaGradientProducts<Config> {
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) p_sums[i][0] = p_sums[i][1] = 0;
     if (tiles.begin < tiles.end) process_tiles();
+    if constexpr (Config::splits_queries) {
+      if (!merge_chunks()) return;
+    }
     finish();
   }
 
  private:
   __device__ void process_tiles() {
     load_keys();
-    Step step = {coord.head * group(), tiles.end - 1};
+    Step step = first_step();
     load(0, step);
     int stage = 0;
     if constexpr (Config::inspects && !has_components) clean_keys();
@@ -90,6 +93,25 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
     __syncthreads();
     release_semaphore();
+  }
+
+  // Adds dk and dv of the earlier chunks of queries; returns whether this is the last chunk.
+  __device__ bool merge_chunks() {
+    const QueryChunkSums<Config, 1, threads> chunks = {p, coord, sequence};
+    constexpr int of_keys = row_tiles * 2 * Columns::steps;
+    constexpr int of_values = row_tiles * 2 * ColumnsV::steps;
+    return chunks.template merge<of_keys + of_values>(
+        0, [] { __syncthreads(); },
+        [&](auto function) {
+#pragma unroll
+          for (int i = 0; i < of_keys; ++i) {
+            function(dk_sums[i / (2 * Columns::steps)][i % (2 * Columns::steps)], i);
+          }
+#pragma unroll
+          for (int i = 0; i < of_values; ++i) {
+            function(dv_sums[i / (2 * ColumnsV::steps)][i % (2 * ColumnsV::steps)], of_keys + i);
+          }
+        });
   }
 
   // Releases the semaphore of the previous tile, after a barrier of all threads that added to it.

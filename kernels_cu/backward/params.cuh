@@ -31,7 +31,12 @@ struct GradientParams : Params {
   BiasGradient dbias;
   void* bias_parts;    // partial sums of dbias in the workspace, see inputs/bias.cuh
   void* capture_sums;  // sums of dcaptures in the workspace, see inputs/captures.cuh
-  int head_chunks;       // with Config::splits_heads, see tile_coord.cuh
+  // With Config::splits_queries: sums of dk and dv of KV tiles in the workspace, after their
+  // semaphores, and the number of chunks of query heads and of query tiles, see query_chunks.cuh.
+  void* kv_sums;
+  int kv_semaphores;
+  int head_chunks;
+  int tile_chunks;
   int ascending_blocks;  // with Config::may_descend, see tile_coord.cuh
 #ifdef CUPY_FLASH_MODIFIED
   // Contiguous gradients of captured arrays, by the number in generated code; null if not wanted.

@@ -9,7 +9,9 @@ struct GradientTileCoord {
   int begin;  // first row of the tile
   int batch;
   int head;   // KV head of a KV tile, or query head of a query tile
-  int chunk;  // index of the CTA's query heads in the group, with Config::splits_heads
+  // Indices of the CTA's chunk of query heads and of query tiles, with Config::splits_queries.
+  int head_chunk;
+  int tile_chunk;
 };
 
 // Sizes that determine the number and order of the tiles of dk and dv (`OfKv`), or of dq.
@@ -47,10 +49,9 @@ __device__ inline bool descends(const GradientParams& p) {
 // order or, if `FromLast`, reversed. Callers choose the order that starts with the longest tiles of
 // a causal mask or, for Hopper, the dq order (dq/order.cuh).
 //
-// With `Config::splits_heads`, each KV tile has `p.head_chunks` CTAs, one for each chunk of the query
-// heads of its group. Each chunk then counts as a KV head: those of the first chunks of all groups
-// precede those of the second ones, so that a chunk's CTA of a KV tile has usually ended when the
-// next chunk's reaches its end.
+// With `Config::splits_queries`, each KV tile has a CTA for each chunk of its queries
+// (query_chunks.cuh). Each chunk then counts as a KV head: the first chunks of all heads precede the
+// second ones, so that a chunk's CTA of a KV tile has usually ended when the next chunk's does.
 //
 // With `Config::may_descend`, CTAs from `p.ascending_blocks` on belong to one last section, whose
 // tiles are in order even if `FromLast`: at the end of the kernel, the longest tiles of a causal mask
@@ -59,7 +60,7 @@ template <class Config, int Rows, bool OfKv, bool FromLast>
 __device__ GradientTileCoord gradient_tile_coord(const GradientParams& p, int block) {
   const GradientTiling<OfKv> tiling(p);
   int heads = tiling.heads;
-  if constexpr (OfKv && Config::splits_heads) heads *= p.head_chunks;
+  if constexpr (OfKv && Config::splits_queries) heads *= p.head_chunks * p.tile_chunks;
   const int longest = ceil_div(tiling.longest, Rows);
   int tiles = longest, section_heads = tiling.section_heads;
   PackedRange tile_slots = {};
@@ -86,12 +87,14 @@ __device__ GradientTileCoord gradient_tile_coord(const GradientParams& p, int bl
   const int section_size = min(section_heads, heads - first_head);
   const int index = block - first_head * tiles;
   const int tile = index / section_size;
-  int head = first_head + index % section_size, chunk = 0;
-  if constexpr (OfKv && Config::splits_heads) {
+  int head = first_head + index % section_size, chunk = 0, chunks_of_tiles = 1;
+  if constexpr (OfKv && Config::splits_queries) {
     const int groups = is_packed ? tiling.heads : p.batch * tiling.heads;
     chunk = head / groups;
+    chunks_of_tiles = p.tile_chunks;
     head -= chunk * groups;
   }
   return {(from_last ? tiles - 1 - tile : tile) * Rows,
-          is_packed ? tile_slots.sequence : head / tiling.heads, head % tiling.heads, chunk};
+          is_packed ? tile_slots.sequence : head / tiling.heads, head % tiling.heads,
+          chunk / chunks_of_tiles, chunk % chunks_of_tiles};
 }

@@ -184,34 +184,39 @@ def blocks_and_params(**how: Any) -> tuple[int, dict[str, int]]:
 
 
 @pytest.mark.parametrize(
-    ("how", "chunks"),
+    ("how", "heads", "tiles"),
     [
-        ({"causal": True, "heads_kv": 8}, 1),
-        ({"causal": True, "heads_kv": 4}, 2),
-        ({"causal": True, "heads_kv": 1}, 8),
-        ({"causal": True}, 1),
-        ({"heads_kv": 1}, 16),
-        ({"causal": True, "heads_kv": 1, "seqlen": 100}, 32),
-        ({"causal": True, "heads_kv": 1, "head_dim": 256}, 1),
+        ({"causal": True, "heads_kv": 8}, 1, 1),
+        ({"causal": True, "heads_kv": 4}, 2, 1),
+        ({"causal": True, "heads_kv": 1}, 8, 1),
+        ({"causal": True}, 1, 1),
+        ({"heads_kv": 1}, 16, 1),
+        ({"causal": True, "heads_kv": 1, "seqlen": 100}, 32, 1),
+        ({"causal": True, "heads_kv": 1, "head_dim": 256}, 1, 1),
+        # 64 KV tiles of two heads: two thread blocks for each on 132 SMs.
+        ({"heads": 1, "seqlen": 4096}, 1, 2),
+        # One KV tile, and 1 query tile of 64 rows, which is not divided.
+        ({"heads": 1, "seqlen": 64}, 1, 1),
     ],
     ids=str,
 )
-def test_a_group_is_divided_until_there_are_enough_thread_blocks(
-    how: dict[str, Any], chunks: int
+def test_queries_of_a_kv_tile_are_divided_until_there_are_enough_thread_blocks(
+    how: dict[str, Any], heads: int, tiles: int
 ) -> None:
     how = {"batch": 2, "seqlen": 8192, "heads": 32} | how
     blocks, params = blocks_and_params(**how)
-    tiles = -(-how["seqlen"] // (64 if how.get("head_dim") == 256 else 128))
-    assert params["head_chunks"] == chunks
-    assert blocks == tiles * how["batch"] * how.get("heads_kv", how["heads"]) * chunks
+    kv_tiles = -(-how["seqlen"] // (64 if how.get("head_dim") == 256 else 128))
+    assert (params["head_chunks"], params["tile_chunks"]) == (heads, tiles)
+    assert blocks == kv_tiles * how["batch"] * how.get("heads_kv", how["heads"]) * heads * tiles
 
 
-def test_chunks_of_a_group_have_sums_and_semaphores_in_the_workspace() -> None:
-    def workspace(heads_kv: int) -> int:
-        return schedule_of(problem(batch=1, seqlen=256, heads=2, heads_kv=heads_kv)).workspace
-
-    # Two KV tiles, each with float32 sums of dk and dv and with two semaphores.
-    assert workspace(1) - workspace(2) == 2 * 128 * (128 + 128) * 4
+def test_chunks_have_sums_and_semaphores_in_the_workspace() -> None:
+    whole = schedule_of(problem(batch=1, seqlen=256, heads=2))
+    divided = schedule_of(problem(batch=1, seqlen=256, heads=2, heads_kv=1))
+    assert "kv_sums" not in whole.workspace_offsets
+    assert divided.workspace_offsets["kv_sums"] == whole.workspace
+    # Two KV tiles, each with float32 sums of dk and dv. Their semaphores take 512 bytes.
+    assert divided.workspace - whole.workspace == 512 + 2 * 128 * (128 + 128) * 4
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from cupy_flash.families import backward_common
-from cupy_flash.families.backward_common import QuerySums
+from cupy_flash.families.backward_common import QueryChunks, QuerySums
 from cupy_flash.families.contract import (
     Family,
     ceil_div,
@@ -171,37 +171,34 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
 
     def schedule(self, problem: Problem, device: Device, tile: HopperBackwardTile) -> Schedule:
         kv_blocks, query_blocks = backward_common.count_blocks(problem, tile.Bc, tile.Br)
-        chunks = _head_chunks(problem, device)
+        chunks = _query_chunks(problem, device, tile)
         resources = self.threads(tile), self.shared_memory(problem, tile), 1
         launches = [
             Launch.of_gradients(
-                *(KEY_GRADIENTS, "hopper_gradients", kv_blocks * chunks, *resources),
+                *(KEY_GRADIENTS, "hopper_gradients", kv_blocks * chunks.blocks, *resources),
                 arguments=("gradient_maps", "gradients"),
             )
         ]
         if problem.gradient_spec.wants("q") and not _last_writes(problem):
             entry, function = QUERY_GRADIENTS, "hopper_query_gradients"
             launches.append(Launch.of_gradients(entry, function, query_blocks, _SUM_THREADS))
-        return backward_common.schedule(
+        blocks = kv_blocks * chunks.blocks
+        schedule = backward_common.schedule(
             problem,
             device,
             launches,
-            self._sums(problem, tile, chunks),
+            self._sums(problem, tile),
             _section(problem, device, chunks),
             _tensor_maps(problem, tile),
-            {
-                "head_chunks": chunks,
-                "ascending_blocks": _ascending_blocks(problem, device, kv_blocks * chunks, tile.Bc),
-            },
+            {"ascending_blocks": _ascending_blocks(problem, device, blocks, tile.Bc)},
+        )
+        return backward_common.with_chunks(
+            schedule, chunks, kv_blocks, 2, WARPGROUP_ROWS * sum(_padded_dims(problem))
         )
 
-    def _sums(self, problem: Problem, tile: HopperBackwardTile, chunks: int) -> QuerySums:
-        dim, dim_v = _padded_dims(problem)
-        columns = dim if problem.gradient_spec.wants("q") else 0
-        if chunks == 1:
-            return QuerySums(tile.Br, columns)
-        kv_tiles, _ = backward_common.count_blocks(problem, tile.Bc, tile.Br)
-        return QuerySums(tile.Br, columns, kv_tiles, tile.Bc * (dim + dim_v))
+    def _sums(self, problem: Problem, tile: HopperBackwardTile) -> QuerySums:
+        gradient = problem.gradient_spec
+        return QuerySums(tile.Br, _padded_dims(problem)[0] if gradient.wants("q") else 0)
 
     def config(
         self, problem: Problem, tile: HopperBackwardTile, split: Split
@@ -209,25 +206,20 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         gradient = problem.gradient_spec
         dim, dim_v = _padded_dims(problem)
         producer_registers, consumer_registers = _register_split(problem)
-        return (
-            {
-                **tile_members(tile, "Br Bc columns q_stages dout_stages"),
-                "padded_dim": dim,
-                "padded_dim_v": dim_v,
-                "producer_registers": producer_registers,
-                "consumer_registers": consumer_registers,
-                "wide": _is_wide(problem),
-                "shared_memory": self.shared_memory(problem, tile),
-                **{f"wants_{name}": gradient.wants(name) for name in ROWS},
-            }
-            | backward_common.config(
-                problem,
-                self._sums(problem, tile, 1),
-                last_writes=_last_writes(problem),
-                splits_heads=_may_split_heads(problem),
-                may_descend=_may_descend(problem),
-            )
-            | {"kv_Bc": tile.Bc}
+        return {
+            **tile_members(tile, "Br Bc columns q_stages dout_stages"),
+            "padded_dim": dim,
+            "padded_dim_v": dim_v,
+            "producer_registers": producer_registers,
+            "consumer_registers": consumer_registers,
+            "wide": _is_wide(problem),
+            "shared_memory": self.shared_memory(problem, tile),
+            **{f"wants_{name}": gradient.wants(name) for name in ROWS},
+        } | backward_common.config(
+            problem,
+            self._sums(problem, tile),
+            last_writes=_last_writes(problem),
+            may_descend=_may_descend(problem),
         )
 
 
@@ -241,35 +233,26 @@ def _last_writes(problem: Problem) -> bool:
     return not _is_wide(problem) and problem.gradient_spec.dtype == problem.dtype
 
 
-def _may_split_heads(problem: Problem) -> bool:
-    """Return whether several thread blocks may divide the query heads of a KV tile.
+def _query_chunks(problem: Problem, device: Device, tile: HopperBackwardTile) -> QueryChunks:
+    """Return the chunks of queries that thread blocks divide.
 
-    With mask functions, a thread block would also need the sums of P over all of these heads.
+    Without chunks of the heads of a group, a few thread blocks would last longer than the others:
+    with a causal mask, the number of heads multiplies the length of the longest one. Thread blocks
+    of equal length proceed in step and wait for one another more often, so that more of them are
+    needed. Measured on an H200 with 2 x 8192 tokens, 32 query heads and 1 KV head, head_dim 128:
+    512 instead of 271 TFLOP/s with a causal mask (8 chunks), 556 instead of 475 without a mask (32
+    chunks).
     """
-    score = problem.score
-    return (
-        problem.heads_q > problem.heads_kv
-        and not _is_wide(problem)
-        and (score is None or not score.masks_pairs)
+    if _is_wide(problem):
+        return QueryChunks()
+    blocks, _ = backward_common.count_blocks(problem, tile.Bc, tile.Br)
+    return backward_common.query_chunks(
+        problem,
+        blocks,
+        ceil_div(problem.seqlen_q, tile.Br),
+        least=(6 if _may_descend(problem) else 12) * device.sm_count,
+        wave=device.sm_count,
     )
-
-
-def _head_chunks(problem: Problem, device: Device) -> int:
-    """Return the number of thread blocks that divide the query heads of a KV tile.
-
-    Otherwise, a few thread blocks would last longer than the others: with a causal mask, the number
-    of heads of a group multiplies the length of the longest one. Thread blocks of equal length
-    proceed in step and wait for one another more often, so that more of them are needed. Measured
-    on an H200 with 2 x 8192 tokens, 32 query heads and 1 KV head, head_dim 128: 512 instead of 271
-    TFLOP/s with a causal mask (8 chunks), 556 instead of 475 without a mask (32 chunks).
-    """
-    if not _may_split_heads(problem):
-        return 1
-    group = problem.heads_q // problem.heads_kv
-    blocks, _ = backward_common.count_blocks(problem, 2 * WARPGROUP_ROWS, WARPGROUP_ROWS)
-    least = (6 if _may_descend(problem) else 12) * device.sm_count
-    chunks = [chunk for chunk in range(1, group + 1) if group % chunk == 0]
-    return next((n for n in chunks if n * blocks >= least), chunks[-1])
 
 
 def _may_descend(problem: Problem) -> bool:
@@ -313,7 +296,7 @@ def _tensor_maps(problem: Problem, tile: HopperBackwardTile) -> dict[str, Tensor
     return maps
 
 
-def _section(problem: Problem, device: Device, chunks: int) -> int:
+def _section(problem: Problem, device: Device, chunks: QueryChunks) -> int:
     """Return the number of query heads whose tiles are interleaved.
 
     If a group is divided into chunks, each chunk counts as many heads as the group.
@@ -324,8 +307,8 @@ def _section(problem: Problem, device: Device, chunks: int) -> int:
     """
     group = problem.heads_q // problem.heads_kv
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.itemsize + 4 * problem.head_dim
-    in_l2 = device.l2_cache // 3 // max(1, group // chunks * problem.seqlen_q * row_bytes)
-    return group * max(1, min(in_l2, problem.batch * problem.heads_kv * chunks))
+    in_l2 = device.l2_cache // 3 // max(1, group // chunks.heads * problem.seqlen_q * row_bytes)
+    return group * max(1, min(in_l2, problem.batch * problem.heads_kv * chunks.blocks))
 
 
 def _preferred_tiles(problem: Problem) -> tuple[HopperBackwardTile, ...]:

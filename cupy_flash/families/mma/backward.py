@@ -184,19 +184,25 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
                     PRESWIZZLED_TILES, "mma_preswizzle_tiles", blocks, preswizzle_threads
                 )
             )
+        slots = device.sm_count * device.blocks_per_sm(threads, shared_memory, 0)
+        chunks = backward_common.query_chunks(
+            problem, kv_blocks, ceil_div(problem.seqlen_q, tile.Br), least=slots, wave=slots
+        )
         resources = threads, shared_memory, tile.min_blocks
-        launches.append(Launch.of_gradients(KEY_GRADIENTS, "mma_gradients", kv_blocks, *resources))
+        blocks = kv_blocks * chunks.blocks
+        launches.append(Launch.of_gradients(KEY_GRADIENTS, "mma_gradients", blocks, *resources))
         if problem.gradient_spec.wants("q"):
             launches.append(
                 Launch.of_gradients(QUERY_GRADIENTS, "mma_query_gradients", query_blocks, threads)
             )
-        slots = device.sm_count * device.blocks_per_sm(threads, shared_memory, 0)
         sums = self._sums(problem, tile)
         schedule = backward_common.schedule(
             problem, device, launches, sums, _section(problem, device, tile, slots)
         )
         preswizzled = _preswizzled_bytes(problem, tile, sums) if _uses_components(problem) else 0
-        return dataclasses.replace(schedule, workspace=schedule.workspace + preswizzled)
+        schedule = dataclasses.replace(schedule, workspace=schedule.workspace + preswizzled)
+        floats = tile.Bc * sum(_padded_dims(problem, tile))
+        return backward_common.with_chunks(schedule, chunks, kv_blocks, 1, floats)
 
     def _sums(self, problem: Problem, tile: MmaBackwardTile) -> QuerySums:
         gradient = problem.gradient_spec

@@ -105,17 +105,13 @@ struct DqAccumulator {
 
 // Workspace after the row statistics: a semaphore for each dq tile, cleared by the preprocess
 // kernel (preprocess/preprocess.cuh), and the dq sums. Packed sequences leave some tile slots
-// unused (packed_tiles.cuh). `QuerySums` in backward_common.py computes the same sizes. With
-// `Config::splits_heads`, the semaphores and the sums of KV tiles follow those of dq
-// (hopper/head_chunks.cuh).
+// unused (packed_tiles.cuh). `QuerySums` in backward_common.py computes the same sizes.
 template <class Config>
 struct DqSums {
   static constexpr int Br = Config::dq_Br;
   static constexpr int64 unit = 512;
   int tiles;  // tile slots of a head: of all sequences if packed, otherwise of one
   int count;  // tile slots of all heads and batches
-  int kv_slots;  // slots of KV tiles of a head, with Config::splits_heads; otherwise 0
-  int kv_count;  // slots of KV tiles of all heads and batches
   int* semaphores;
 
   // Callers construct this struct at each use, so that its members take no registers in between.
@@ -125,13 +121,6 @@ struct DqSums {
     const int64 rows = int64(p.heads_q) * (is_packed(p) ? int64(p.total_q)
                                                         : int64(p.batch) * ptx::opaque(p.seqlen_q));
     count = (is_packed(p) ? 1 : p.batch) * p.heads_q * tiles;
-    kv_slots = kv_count = 0;
-    if constexpr (Config::splits_heads) {
-      const bool packed_k = Config::has_seqlens && p.cu_seqlens_k != nullptr;
-      kv_slots = packed_k ? count_tile_slots<Config::kv_Bc>(p.total_k, p.batch)
-                          : ceil_div(ptx::opaque(p.seqlen_k), Config::kv_Bc);
-      kv_count = (packed_k ? 1 : p.batch) * p.heads_kv * kv_slots;
-    }
     semaphores = reinterpret_cast<int*>(static_cast<char*>(p.workspace) +
                                         aligned(rows * int64(sizeof(*row_stats<Config>(p)))));
   }
@@ -151,9 +140,6 @@ struct DqSums {
     return semaphores + tile_slot(p, sequence, batch, head, tile);
   }
 
-  // Number of semaphores. A KV tile has two, one for each consumer.
-  __device__ int64 semaphore_count() const { return count + 2 * int64(kv_count); }
-
   // Returns the sums of a query tile. Each tile has `floats` floats.
   template <int64 floats>
   __device__ float* sums(const GradientParams& p, const Sequence& sequence, int batch, int head,
@@ -162,7 +148,7 @@ struct DqSums {
   }
   __device__ float* first_tile() const {
     return reinterpret_cast<float*>(reinterpret_cast<char*>(semaphores) +
-                                    aligned(semaphore_count() * int64(sizeof(int))));
+                                    aligned(count * int64(sizeof(int))));
   }
 
  private:

@@ -21,7 +21,6 @@
 #pragma once
 
 #include "backward/hopper/cta.cuh"
-#include "backward/hopper/head_chunks.cuh"
 #include "backward/hopper/products.cuh"
 #include "ptx/sm90a.cuh"
 
@@ -62,8 +61,8 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     Base::clear(dk_sums);
     Base::clear(dv_sums);
     if (cta.has_steps()) process_tiles();
-    if constexpr (Config::splits_heads) {
-      if (!HopperHeadChunks<Config>(cta, consumer).merge(dk_sums, dv_sums)) return;
+    if constexpr (Config::splits_queries) {
+      if (!merge_chunks()) return;
     }
     // dv is written first: the other consumer may still read this one's keys, for dq.
     if constexpr (wants_v) Base::write_dv(dv_sums);
@@ -72,6 +71,23 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
   }
 
  private:
+  // Adds dk and dv of the earlier chunks of queries; returns whether this is the last chunk.
+  __device__ bool merge_chunks() {
+    const QueryChunkSums<Config, Cta::consumers, 128> chunks = {cta.p, cta.coord, cta.sequence};
+    return chunks.template merge<(dim + dim_v) / 8>(
+        consumer, [&] { Cta::sync_consumer(consumer); },
+        [&](auto function) {
+#pragma unroll
+          for (int i = 0; i < dim / 8; ++i) {
+            function(reinterpret_cast<float(&)[4]>(dk_sums[4 * i]), i);
+          }
+#pragma unroll
+          for (int i = 0; i < dim_v / 8; ++i) {
+            function(reinterpret_cast<float(&)[4]>(dv_sums[4 * i]), dim / 8 + i);
+          }
+        });
+  }
+
   __device__ void process_tiles() {
     Step step = cta.first_step();
     ptx::mbarrier_wait(cta.keys_full(), 0);

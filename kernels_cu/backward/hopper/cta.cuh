@@ -23,6 +23,7 @@
 #include "backward/dq/order.cuh"
 #include "backward/params.cuh"
 #include "backward/dq/accumulate.cuh"
+#include "backward/query_chunks.cuh"
 #include "backward/tile_coord.cuh"
 #include "ptx/sm90a.cuh"
 #include "score/mask.cuh"
@@ -78,7 +79,11 @@ struct HopperGradientBlockInfo {
       : coord(coord),
         sequence(sequence),
         mask(mask_of<Config>(p, sequence, coord.batch)),
-        order(mask, coord.begin, sequence.seqlen_q) {}
+        order(mask, coord.begin, sequence.seqlen_q) {
+    const int begin = order.first_tile, end = order.end_tile;
+    order.first_tile = chunk_boundary<Config>(p, coord, begin, end, 0);
+    order.end_tile = chunk_boundary<Config>(p, coord, begin, end, 1);
+  }
 };
 
 template <class Config>
@@ -176,21 +181,17 @@ struct HopperGradientCta {
   __device__ int start_tile() const { return descends() ? order.end_tile - 1 : order.first_tile; }
   __device__ int stop_tile() const { return descends() ? order.first_tile : order.end_tile - 1; }
   __device__ Step first_step() const {
-    if constexpr (Config::splits_heads) {
-      const int heads = p.heads_q / (p.heads_kv * p.head_chunks);  // of a chunk
-      return {(coord.head * p.head_chunks + coord.chunk) * heads, start_tile()};
-    }
-    return {coord.head * (p.heads_q / p.heads_kv), start_tile()};
+    return {first_head_of_chunk<Config>(p, coord), start_tile()};
   }
   // Compares products instead of dividing: a producer warp has too few registers for a division,
   // and ptxas once let the division overwrite its dividend. The products may wrap around, as they
   // differ by less than heads_q.
   __device__ bool is_last(const Step& step) const {
     if (step.tile != stop_tile()) return false;
-    if constexpr (Config::splits_heads) {
+    if constexpr (Config::splits_queries) {
       const unsigned chunks = p.head_chunks;
       return (step.head + 1u) * p.heads_kv * chunks ==
-             (coord.head * chunks + coord.chunk + 1u) * p.heads_q;
+             (coord.head * chunks + coord.head_chunk + 1u) * p.heads_q;
     }
     return (step.head + 1u) * p.heads_kv == (coord.head + 1u) * p.heads_q;
   }

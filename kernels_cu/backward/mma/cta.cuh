@@ -8,6 +8,7 @@
 #include "backward/params.cuh"
 #include "backward/preprocess/float32_fp16x2.cuh"
 #include "backward/preprocess/preprocess.cuh"
+#include "backward/query_chunks.cuh"
 #include "backward/softmax_backward.cuh"
 #include "backward/tile_coord.cuh"
 #include "ptx/base.cuh"
@@ -115,6 +116,13 @@ struct MmaGradientCta {
   const QueryTileRange tiles;
   int full_end;
 
+  __device__ QueryTileRange tiles_of_chunk(QueryTileRange range) const {
+    const int begin = range.begin, end = range.end;
+    range.begin = chunk_boundary<Config>(p, coord, begin, end, 0);
+    range.end = chunk_boundary<Config>(p, coord, begin, end, 1);
+    return range;
+  }
+
   __device__ MmaGradientCta(const GradientParams& p, const GradientTileCoord& coord,
                             const Sequence& sequence, unsigned char* memory)
       : p(p),
@@ -124,8 +132,8 @@ struct MmaGradientCta {
         memory(memory),
         shared(ptx::shared_address(memory)),
         scale_log2(signed_scale<Config, double>(p) * SoftmaxMath<double>::log2_e),
-        tiles(query_tile_range<Br>(mask, coord.begin, min(coord.begin + Bc, sequence.seqlen_k),
-                                   sequence.seqlen_q)),
+        tiles(tiles_of_chunk(query_tile_range<Br>(
+            mask, coord.begin, min(coord.begin + Bc, sequence.seqlen_k), sequence.seqlen_q))),
         full_end(tiles.full_end) {
     // Modifications must not be evaluated for missing rows, so a partial last tile needs the mask.
     if (Config::modified && sequence.seqlen_q % Br != 0) {
@@ -143,9 +151,12 @@ struct MmaGradientCta {
     int head;
     int tile;
   };
-  __device__ int group() const { return p.heads_q / p.heads_kv; }
+  __device__ Step first_step() const {
+    return {first_head_of_chunk<Config>(p, coord), tiles.end - 1};
+  }
   __device__ bool is_last(const Step& step) const {
-    return step.tile == tiles.begin && step.head == (coord.head + 1) * group() - 1;
+    return step.tile == tiles.begin &&
+           step.head + 1 == first_head_of_chunk<Config>(p, coord) + heads_of_chunk<Config>(p);
   }
   __device__ Step next_step(const Step& step) const {
     if (step.tile > tiles.begin) return {step.head, step.tile - 1};

@@ -23,9 +23,14 @@ struct Preprocess {
     if constexpr (Config::dq_Br > 0) {
       const DqSums<Config> sums(p);
       const int64 step = int64(gridDim.x) * blockDim.x;
-      for (int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x; i < sums.semaphore_count();
-           i += step) {
+      for (int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x; i < sums.count; i += step) {
         sums.semaphores[i] = 0;
+      }
+    }
+    if constexpr (Config::splits_queries) {
+      const int step = gridDim.x * blockDim.x;
+      for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < p.kv_semaphores; i += step) {
+        static_cast<int*>(p.kv_sums)[i] = 0;
       }
     }
     UnwrittenRows<Config>::clear(p);

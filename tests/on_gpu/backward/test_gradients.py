@@ -115,3 +115,39 @@ def test_sections_of_ascending_and_descending_thread_blocks_are_right(
     check_gradients(call, found)
     for name, gradient in call.run(cupy).items():
         np.testing.assert_array_equal(gradient.view(np.uint8), found[name].view(np.uint8))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", [(1, 1), (3, 1), (6, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("family", "dtype", "head_dim"),
+    [
+        ("hopper", "bfloat16", 64),
+        ("hopper", "float16", 128),
+        ("mma", "bfloat16", 64),
+        ("mma", "float32", 64),
+        ("mma", "float32", 128),
+    ],
+)
+def test_queries_of_few_heads_are_divided_among_thread_blocks(
+    rng: np.random.Generator,
+    family: str,
+    dtype: str,
+    head_dim: int,
+    heads: tuple[int, int],
+    causal: bool,
+) -> None:
+    rows, keys = (int(rng.integers(900, 1300)) for _ in range(2))
+    shapes = {"q": (1, rows, heads[0], head_dim), "k": (1, keys, heads[1], head_dim)}
+    shapes |= {"v": shapes["k"], "dout": shapes["q"]}
+    arrays = {n: rng.standard_normal(x).astype(DTYPES[dtype]) for n, x in shapes.items()}
+    dout = arrays.pop("dout")
+    call = GradientCall(ModifiedCall("dense", dtype, arrays, {"causal": causal}), dout)
+    try:
+        found = call.run(cupy, family=family)
+    except UnsupportedError:
+        pytest.skip(f"{family} does not serve this GPU")
+    check_gradients(call, found)
+    for _ in range(10):
+        for name, gradient in call.run(cupy, family=family).items():
+            np.testing.assert_array_equal(gradient.view(np.uint8), found[name].view(np.uint8))

@@ -21,8 +21,6 @@ _ROW_STATS_THREADS = 256
 # Alignment of the arrays in the workspace, in bytes.
 _WORKSPACE_ALIGNMENT = 512
 _WORD = 4
-# Largest head_dim and head_dim_v of the backward kernels on tensor cores.
-_WIDEST = 256
 
 
 def why_not(problem: Problem) -> str | None:
@@ -32,10 +30,13 @@ def why_not(problem: Problem) -> str | None:
     return None
 
 
-def why_not_tensor_cores(problem: Problem) -> str | None:
-    """Return why no backward family on tensor cores serves the problem, or None if some may."""
-    if max(problem.head_dim, problem.head_dim_v) > _WIDEST:
-        return f"accumulating dk and dv needs too many registers for head dims over {_WIDEST}"
+def why_not_tensor_cores(problem: Problem, widest: int) -> str | None:
+    """Return why a backward family on tensor cores cannot serve the problem, or None if it may.
+
+    `widest` is the largest head_dim and head_dim_v that the family serves.
+    """
+    if max(problem.head_dim, problem.head_dim_v) > widest:
+        return f"accumulating dk and dv needs too many registers for head dims over {widest}"
     return why_not(problem) or why_not_scale(problem)
 
 

@@ -142,6 +142,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
   // writes P^T and dS^T to shared memory.
   template <bool First>
   __device__ void compute_pairs(int stage, int head, int tile, int first, bool is_masked) {
+    const unsigned query_rows = queries_address(stage) + first * Layout::row_bytes;
+    const unsigned dout_rows = dout_address(stage) + first * LayoutV::row_bytes;
     Scores scores;     // S^T, then P^T
     Scores gradients;  // dP^T, then dS^T
     if constexpr (paired) {
@@ -149,12 +151,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
     } else {
       clear(scores);
       clear(gradients);
-      Base::template multiply_keys_queries<columns>(
-          scores, queries_address(stage) + first * Layout::row_bytes);
-      if constexpr (wants_ds) {
-        Base::template multiply_values_douts<columns>(
-            gradients, dout_address(stage) + first * LayoutV::row_bytes);
-      }
+      Base::template multiply_keys_queries<columns>(scores, query_rows);
+      if constexpr (wants_ds) Base::template multiply_values_douts<columns>(gradients, dout_rows);
     }
     if (First) release_semaphore();
     if (is_masked) {
@@ -171,27 +169,18 @@ struct MmaGradients : MmaGradientProducts<Config> {
       Base::template write_half_operand<exchanges_ds>(gradients, ds_address(), first);
       Base::template write_half_operand<exchanges_p>(scores, p_address(), first);
     } else {
-      add_own_products(scores, gradients, stage, first, p_second_unit, ds_second_unit);
-    }
-  }
-
-  // Adds the contributions of the P^T and dS^T that the warp has computed, and writes P^T and dS^T
-  // for other warps.
-  __device__ void add_own_products(const Scores& scores, const Scores& gradients, int stage,
-                                   int first, float p_second_unit, float ds_second_unit) {
-    Left p_operand, ds_operand;
-    Base::template make_operand<exchanges_ds>(ds_operand, gradients, ds_address(), first);
-    Base::template make_operand<exchanges_p>(p_operand, scores, p_address(), first);
-    if constexpr (wants_k) {
-      if constexpr (has_components) apply_to_left(ds_operand, stage, first);
-      Base::template add_product<Columns, Layout>(
-          dk_sums, ds_operand, queries_address(stage) + first * Layout::row_bytes,
-          units(stage).dk_unit * ds_second_unit);
-    }
-    if constexpr (wants_v) {
-      Base::template add_product<ColumnsV, LayoutV>(
-          dv_sums, p_operand, dout_address(stage) + first * LayoutV::row_bytes,
-          units(stage).dv_unit * p_second_unit);
+      Left p_operand, ds_operand;
+      Base::template make_operand<exchanges_ds>(ds_operand, gradients, ds_address(), first);
+      Base::template make_operand<exchanges_p>(p_operand, scores, p_address(), first);
+      if constexpr (wants_k) {
+        if constexpr (has_components) apply_to_left(ds_operand, stage, first);
+        Base::template add_product<Columns, Layout>(dk_sums, ds_operand, query_rows,
+                                                    units(stage).dk_unit * ds_second_unit);
+      }
+      if constexpr (wants_v) {
+        Base::template add_product<ColumnsV, LayoutV>(dv_sums, p_operand, dout_rows,
+                                                      units(stage).dv_unit * p_second_unit);
+      }
     }
   }
 
@@ -303,7 +292,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
   }
 
   __device__ void add_dq(int stage, int head, int tile, int order_index) {
-#pragma unroll
+#pragma unroll 1
     for (int first = 0; first < DqColumns::steps; first += dq_steps) {
       add_dq_columns(stage, head, tile, order_index, first);
     }

@@ -38,6 +38,8 @@ _WIDEST = 576
 _WIDEST_WHOLE = 256
 # Number of registers for addresses, counters and operands.
 _OTHER_REGISTERS = 40
+# Number of further registers for float32: a product of components is summed before it is added.
+_COMPONENT_REGISTERS = 32
 # Number of dq rows that a warp computes, if a tile has enough rows.
 _SUM_ROWS = 32
 # Limits on how many KV tiles of a head run concurrently: at most _MAX_CONCURRENT, and one per
@@ -278,6 +280,8 @@ def _dq_steps(problem: Problem, tile: MmaBackwardTile) -> int:
     if not _is_wide(problem):
         return steps
     left = MAX_REGISTERS - _OTHER_REGISTERS - _kept_registers(problem, tile)
+    if _uses_components(problem):
+        left -= _COMPONENT_REGISTERS
     most = max(1, left // _step_registers(problem, tile))
     return max(n for n in range(1, steps + 1) if steps % n == 0 and n <= most)
 

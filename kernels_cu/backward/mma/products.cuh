@@ -294,14 +294,15 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
       if (size < SoftmaxMath<float>::infinity()) top = fmaxf(top, size);
     });
     Unit unit = Unit::for_largest(__uint_as_float(__reduce_max_sync(~0u, __float_as_uint(top))));
-    if ((stores || shares_operands) && lane == 0) {
-      stored_unit(begin, key_warp(), first) = unit.size;
-    }
     if constexpr (shares_operands) {
+      if (lane == 0) stored_unit(begin, key_warp(), first) = unit.size;
       wait_for_pair();
       unit = Unit::of_size(second_unit(begin, key_warp(), first / 16 * 16));
     }
     for_each(scores, [&](float& x) { x *= unit.inverse; });
+    if (!shares_operands && stores && lane == 0) {
+      stored_unit(begin, key_warp(), first) = unit.size;
+    }
     return unit.size;
   }
 

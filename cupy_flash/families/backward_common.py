@@ -30,13 +30,8 @@ def why_not(problem: Problem) -> str | None:
     return None
 
 
-def why_not_tensor_cores(problem: Problem, widest: int) -> str | None:
-    """Return why a backward family on tensor cores cannot serve the problem, or None if it may.
-
-    `widest` is the largest head_dim and head_dim_v that the family serves.
-    """
-    if max(problem.head_dim, problem.head_dim_v) > widest:
-        return f"accumulating dk and dv needs too many registers for head dims over {widest}"
+def why_not_tensor_cores(problem: Problem) -> str | None:
+    """Return why no backward family on tensor cores serves the problem, or None if some may."""
     return why_not(problem) or why_not_scale(problem)
 
 

@@ -88,9 +88,10 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
     def _why_not(self, problem: Problem, device: Device) -> str | None:
         if problem.itemsize != 2:
             return f"its tensor-core products take float16 or bfloat16, not {problem.dtype}"
-        reason = why_not_device(device)
-        if reason := reason or backward_common.why_not_tensor_cores(problem, _WIDEST):
+        if reason := why_not_device(device) or backward_common.why_not_tensor_cores(problem):
             return reason
+        if max(problem.head_dim, problem.head_dim_v) > _WIDEST:
+            return f"accumulating dk and dv needs too many registers for head dims over {_WIDEST}"
         if 0 in problem.shape_of("q") or 0 in problem.shape_of("k"):
             return "TMA cannot address arrays without rows"
         tile = HopperBackwardTile(WARPGROUP_ROWS, WARPGROUP_ROWS)

@@ -32,8 +32,6 @@ _SCALES_BYTES = 128
 _MAX_UNITS = (_SCALES_BYTES - 4 * 4 - 256 // 8) // 4
 _PRESWIZZLE_THREADS = 256
 PRESWIZZLED_TILES = "tile_images"
-# Largest head_dim and head_dim_v that the family serves.
-_WIDEST = 576
 # Largest head dim for which a warp sums all of its columns of dq at once.
 _WIDEST_WHOLE = 256
 # Number of registers for addresses, counters and operands.
@@ -87,7 +85,6 @@ class MmaBackwardTile(Tile):
         return self.warps // self.key_warps
 
 
-
 class MmaBackwardFamily(Family[MmaBackwardTile]):
     """Backward pass in one kernel with five matrix products: `kernels_cu/backward/mma.cu`.
 
@@ -104,7 +101,7 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
             return f"needs sm_80 or later, and {device.name} is {device.sm}"
         if problem.dtype == "float64":
             return "its tensor-core products do not take float64"
-        if reason := backward_common.why_not_tensor_cores(problem, _WIDEST):
+        if reason := backward_common.why_not_tensor_cores(problem):
             return reason
         if self._first_legal(problem, device) is None:
             return self.why_not_tile(problem, device, self.preferred_tiles(problem, device)[-1])
@@ -112,9 +109,7 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
 
     def candidates(self, problem: Problem, device: Device) -> Iterator[MmaBackwardTile]:
         if _is_wide(problem):
-            for warps, Br, columns, stages in itertools.product(
-                (8, 4), (64, 32), (16, 8), (2, 1)
-            ):
+            for warps, Br, columns, stages in itertools.product((8, 4), (64, 32), (16, 8), (2, 1)):
                 # Four warps with the same keys, 16 each, hold dk and dv of as many keys as fit.
                 keys = 4 * warps
                 yield MmaBackwardTile(Br, keys, warps, warps // 4, columns, stages, paired=1)
@@ -368,9 +363,8 @@ def _preferred_tiles(problem: Problem) -> tuple[MmaBackwardTile, ...]:
     )
 
 
-# Tiles for head dims over 256. Eight warps keep dk and dv of 32 keys: 128 registers of a thread if
-# both head dims are 512. Four warps keep those of 16 keys. In 16 bits, k and v then take 64 KiB,
-# and each stage of 32 queries another 64 KiB.
+# Tiles for head dims over 256. If both are 512, dk and dv take 128 registers of a thread in each of
+# these tiles. In 16 bits, 32 keys or queries of that size take 64 KiB of shared memory.
 _WIDE = (
     MmaBackwardTile(32, 32, 8, 2, columns=8, paired=1),
     MmaBackwardTile(64, 32, 8, 2, columns=16, stages=1, paired=1),

@@ -292,6 +292,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
   }
 
   __device__ void add_dq(int stage, int head, int tile, int order_index) {
+    // If this loop is unrolled, ptxas keeps the addresses of all parts in registers, and spills.
 #pragma unroll 1
     for (int first = 0; first < DqColumns::steps; first += dq_steps) {
       add_dq_columns(stage, head, tile, order_index, first);

@@ -23,8 +23,6 @@ _ROW_STATS_THREADS = 256
 # Alignment of the arrays in the workspace, in bytes.
 _WORKSPACE_ALIGNMENT = 512
 _WORD = 4
-# Largest head_dim and head_dim_v of the backward kernels on tensor cores.
-_WIDEST = 256
 # Least number of query tiles of a chunk, if thread blocks divide the query tiles of a KV tile.
 _LEAST_CHUNK_TILES = 4
 
@@ -38,8 +36,6 @@ def why_not(problem: Problem) -> str | None:
 
 def why_not_tensor_cores(problem: Problem) -> str | None:
     """Return why no backward family on tensor cores serves the problem, or None if some may."""
-    if max(problem.head_dim, problem.head_dim_v) > _WIDEST:
-        return f"accumulating dk and dv needs too many registers for head dims over {_WIDEST}"
     return why_not(problem) or why_not_scale(problem)
 
 

@@ -11,7 +11,9 @@
 // transposed, so that a warp's P^T and dS^T are already in registers as left operands of dV and dK.
 // If a warp's registers cannot hold whole rows of dk and dv, `query_warps` warps have the same
 // keys. Each then computes the scores of some of the queries and sums some of the columns of dk and
-// dv, and the warps exchange P^T and dS^T through shared memory.
+// dv, and the warps exchange P^T and dS^T through shared memory. Above head_dim 256, a tile has too
+// few queries for that. A warp then computes the scores of eight queries, and all warps read P^T
+// and dS^T of all queries from shared memory.
 #include "backward/mma/products.cuh"
 #include "backward/dq/accumulate.cuh"
 #include "backward/dq/semaphore.cuh"
@@ -23,7 +25,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
   using Base = MmaGradientProducts<Config>;
   using Base::has_components, Base::wants_q, Base::wants_k, Base::wants_v, Base::wants_ds, Base::Br;
   using Base::Bc, Base::stages, Base::threads, Base::query_warps, Base::warp_keys, Base::row_tiles;
-  using Base::columns, Base::passes, Base::dq_column_warps, Base::dq_row_tiles, Base::paired;
+  using Base::columns, Base::passes, Base::dq_column_warps, Base::dq_row_tiles, Base::dq_steps;
+  using Base::operand_columns, Base::shares_operands, Base::paired;
   using Base::refines_p, Base::refines_ds, Base::is_bounded, Base::exchanges_p, Base::exchanges_ds;
   using Base::stage_bytes, Base::stages_offset, Base::p, Base::coord, Base::sequence, Base::mask;
   using Base::memory, Base::shared, Base::scale_log2, Base::warp, Base::lane, Base::tiles;
@@ -157,7 +160,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
   }
 
   // Computes P^T and dS^T of the warp's keys and of `columns` queries of the tile from `first` on,
-  // and adds their contributions to the warp's columns of dk and dv.
+  // and adds their contributions to the warp's columns of dk and dv. With `shares_operands`, only
+  // writes P^T and dS^T to shared memory.
   template <bool First>
   __device__ void compute_pairs(int stage, int head, int tile, int first, bool is_masked) {
     const unsigned query_rows = queries_address(stage) + first * Layout::row_bytes;
@@ -183,17 +187,22 @@ struct MmaGradients : MmaGradientProducts<Config> {
         Base::template choose_unit<refines_ds>(gradients, ds_units_begin, exchanges_ds, first);
     const float p_second_unit =
         Base::template choose_unit<refines_p>(scores, p_units_begin, exchanges_p, first);
-    Left p_operand, ds_operand;
-    Base::template make_operand<exchanges_ds>(ds_operand, gradients, ds_address(), first);
-    Base::template make_operand<exchanges_p>(p_operand, scores, p_address(), first);
-    if constexpr (wants_k) {
-      if constexpr (has_components) apply_to_left(ds_operand, stage, first);
-      Base::template add_product<Columns, Layout>(dk_sums, ds_operand, query_rows,
-                                                  units(stage).dk_unit * ds_second_unit);
-    }
-    if constexpr (wants_v) {
-      Base::template add_product<ColumnsV, LayoutV>(dv_sums, p_operand, dout_rows,
-                                                    units(stage).dv_unit * p_second_unit);
+    if constexpr (shares_operands) {
+      Base::template write_half_operand<exchanges_ds>(gradients, ds_address(), first);
+      Base::template write_half_operand<exchanges_p>(scores, p_address(), first);
+    } else {
+      Left p_operand, ds_operand;
+      Base::template make_operand<exchanges_ds>(ds_operand, gradients, ds_address(), first);
+      Base::template make_operand<exchanges_p>(p_operand, scores, p_address(), first);
+      if constexpr (wants_k) {
+        if constexpr (has_components) apply_to_left(ds_operand, stage, first);
+        Base::template add_product<Columns, Layout>(dk_sums, ds_operand, query_rows,
+                                                    units(stage).dk_unit * ds_second_unit);
+      }
+      if constexpr (wants_v) {
+        Base::template add_product<ColumnsV, LayoutV>(dv_sums, p_operand, dout_rows,
+                                                      units(stage).dv_unit * p_second_unit);
+      }
     }
   }
 
@@ -266,38 +275,59 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
   }
 
-  // Adds the contributions of P^T and dS^T of the other warps with the same keys to dk and dv.
+  // Adds the contributions of P^T and dS^T of the other warps with the same keys to dk and dv. With
+  // `shares_operands`, adds those of all warps.
   __device__ void add_other_warps(int stage) {
+    if constexpr (shares_operands) {
 #pragma unroll
-    for (int other = 1; other < query_warps; ++other) {
+      for (int first = 0; first < Br; first += operand_columns) add_shared_products(stage, first);
+    } else {
 #pragma unroll
-      for (int pass = 0; pass < passes; ++pass) {
-        const int first = (pass * query_warps + (query_warp() + other) % query_warps) * columns;
-        Left left;
-        if constexpr (wants_v) {
-          read(left, p_address(), first);
-          float factor = units(stage).dv_unit;
-          if constexpr (refines_p) factor *= second_unit(p_units_begin, key_warp(), first);
-          Base::template add_product<ColumnsV, LayoutV>(
-              dv_sums, left, dout_address(stage) + first * LayoutV::row_bytes, factor);
-        }
-        if constexpr (wants_k) {
-          read(left, ds_address(), first);
-          if constexpr (has_components) apply_to_left(left, stage, first);
-          float factor = units(stage).dk_unit;
-          if constexpr (refines_ds) factor *= second_unit(ds_units_begin, key_warp(), first);
-          Base::template add_product<Columns, Layout>(
-              dk_sums, left, queries_address(stage) + first * Layout::row_bytes, factor);
+      for (int other = 1; other < query_warps; ++other) {
+#pragma unroll
+        for (int pass = 0; pass < passes; ++pass) {
+          add_shared_products(
+              stage, (pass * query_warps + (query_warp() + other) % query_warps) * columns);
         }
       }
     }
   }
 
+  // Adds the contributions of P^T and dS^T in shared memory of the queries from `first` on.
+  __device__ void add_shared_products(int stage, int first) {
+    Left left;
+    if constexpr (wants_v) {
+      read(left, p_address(), first);
+      float factor = units(stage).dv_unit;
+      if constexpr (refines_p) factor *= second_unit(p_units_begin, key_warp(), first);
+      Base::template add_product<ColumnsV, LayoutV>(
+          dv_sums, left, dout_address(stage) + first * LayoutV::row_bytes, factor);
+    }
+    if constexpr (wants_k) {
+      read(left, ds_address(), first);
+      if constexpr (has_components) apply_to_left(left, stage, first);
+      float factor = units(stage).dk_unit;
+      if constexpr (refines_ds) factor *= second_unit(ds_units_begin, key_warp(), first);
+      Base::template add_product<Columns, Layout>(
+          dk_sums, left, queries_address(stage) + first * Layout::row_bytes, factor);
+    }
+  }
+
   __device__ void add_dq(int stage, int head, int tile, int order_index) {
-    const DqAccumulator<Fragments> accumulator(
+    // If this loop is unrolled, ptxas keeps the addresses of all parts in registers, and spills.
+#pragma unroll 1
+    for (int first = 0; first < DqColumns::steps; first += dq_steps) {
+      add_dq_columns(stage, head, tile, order_index, first);
+    }
+  }
+
+  // Adds the warp's columns of dq from 16 * `first` on, as many as its registers hold at once.
+  __device__ void add_dq_columns(int stage, int head, int tile, int order_index, int first) {
+    static_assert(DqColumns::steps % dq_steps == 0, "equally many columns at once");
+    const DqAccumulator<Fragments, 2 * dq_steps> accumulator(
         DqSums<Config>(p).template sums<Fragments::floats>(p, sequence, coord.batch, head, tile),
-        order_index);
-    typename DqAccumulator<Fragments>::Sums sums;
+        order_index, 2 * first);
+    float sums[dq_row_tiles][2 * dq_steps][4];
     const unsigned right = DqColumns::lane_address(keys_address(), warp % dq_column_warps);
     if constexpr (has_components) {
       constexpr int depth = refines_ds ? row_tiles : Bc % 32 == 0 ? 2 : 1;  // 16-key steps per sum
@@ -307,10 +337,13 @@ struct MmaGradients : MmaGradientProducts<Config> {
         LeftStep<dq_row_tiles> left[depth][2];
 #pragma unroll
         for (int step = 0; step < depth; ++step) read_ds(left[step], key + 16 * step);
-        DqColumns::add_product(sums, left, right + key * Layout::row_bytes, [&](int i) {
-          if constexpr (!refines_ds) return 1.0f;
-          return second_unit(ds_units_begin, key / warp_keys, 16 * (first_dq_tile() + i));
-        });
+        DqColumns::add_product(
+            sums, left, right + key * Layout::row_bytes,
+            [&](int i) {
+              if constexpr (!refines_ds) return 1.0f;
+              return second_unit(ds_units_begin, key / warp_keys, 16 * (first_dq_tile() + i));
+            },
+            first);
       }
       factors(stage).apply_to_rows(sums, first_dq_tile());
       accumulator.add(sums, units(stage).dq_unit);
@@ -320,7 +353,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
       for (int key = 0; key < Bc; key += 16) {
         LeftStep<dq_row_tiles> left[1];
         read_ds(left, key);
-        DqColumns::multiply(sums, left[0], right + key * Layout::row_bytes);
+        DqColumns::multiply(sums, left[0], right + key * Layout::row_bytes, first);
       }
       accumulator.end(sums);
     }

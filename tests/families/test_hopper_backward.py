@@ -101,6 +101,12 @@ def test_other_architectures_have_no_wgmma() -> None:
         assert "wgmma" in (hopper.why_not(problem(), device_for_arch(name)) or "")
 
 
+def test_heads_over_256_columns_are_refused() -> None:
+    reason = "accumulating dk and dv needs too many registers for head dims over 256"
+    for head_dim, head_dim_v in ((257, 64), (64, 257), (512, 512)):
+        assert hopper.why_not(problem(head_dim, head_dim_v=head_dim_v), h100) == reason
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_the_search_space_is_small_and_holds_the_default(head_dim: int) -> None:
     of = problem(head_dim)

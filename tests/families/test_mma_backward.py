@@ -43,18 +43,79 @@ def modified(dtype: str, **changes: bool) -> Problem:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_default_tiles_are_legal_on_every_architecture(arch: int, dtype: str) -> None:
     device = device_for_arch(arch)
-    for head_dim in (1, 31, 64, 96, 128, 192, 256):
-        for head_dim_v in (1, head_dim, 256):
+    for head_dim in (1, 31, 64, 96, 128, 192, 256, 257, 384, 512, 576):
+        for head_dim_v in (1, head_dim, 256, 512):
             case = problem(dtype, head_dim, head_dim_v=head_dim_v)
             if mma.why_not(case, device) is None:
                 assert mma.why_not_tile(case, device, mma.default_tile(case, device)) is None
 
 
-@pytest.mark.parametrize("head_dim", [1, 31, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [1, 31, 64, 96, 128, 192, 256, 257, 400, 512, 576])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_gpus_with_much_shared_memory_serve_every_head_dim(dtype: str, head_dim: int) -> None:
-    for arch in (80, 90, 100):
+    # An A100 has 163 KiB, too few for k, v and 32 queries of wide float32 heads.
+    for arch in (80, 90, 100) if dtype != "float32" or head_dim < 400 else (90, 100):
         assert mma.why_not(problem(dtype, head_dim), device_for_arch(arch)) is None
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "head_dim", "head_dim_v", "reason"),
+    [
+        (86, "bfloat16", 512, 512, None),
+        (86, "bfloat16", 576, 512, "needs 104 KiB of shared memory; sm_86 has 99 KiB per block"),
+        (120, "float32", 320, 320, "needs 124 KiB of shared memory; sm_120 has 99 KiB per block"),
+        (80, "float32", 512, 512, "needs 196 KiB of shared memory; sm_80 has 163 KiB per block"),
+        (90, "float32", 576, 576, None),
+    ],
+)
+def test_wide_heads_are_refused_where_the_smallest_tile_does_not_fit(
+    arch: int, dtype: str, head_dim: int, head_dim_v: int, reason: str | None
+) -> None:
+    case = problem(dtype, head_dim, head_dim_v=head_dim_v)
+    assert mma.why_not(case, device_for_arch(arch)) == reason
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "tile", "padded", "row_warps", "steps"),
+    [
+        # Eight warps of 32 rows each divide 512 columns. They sum their 64 columns at once.
+        ((512, 512), {}, (512, 512), 1, 4),
+        # 576 columns are a multiple of 16 columns of four warps, but not of eight.
+        ((576, 512), {}, (576, 512), 2, 9),
+        ((576, 576), {}, (576, 576), 2, 3),
+        ((64, 512), {}, (64, 512), 2, 1),
+        # Four warps of 32 rows have 128 columns each.
+        ((512, 512), {"Br": 64, "columns": 16, "stages": 1}, (512, 512), 2, 4),
+        ((257, 33), {}, (320, 64), 2, 5),
+    ],
+)
+def test_warps_divide_the_columns_of_dq_and_sum_as_many_as_registers_hold(
+    head_dims: tuple[int, int],
+    tile: dict[str, int],
+    padded: tuple[int, int],
+    row_warps: int,
+    steps: int,
+) -> None:
+    case = problem("bfloat16", head_dims[0], head_dim_v=head_dims[1])
+    wide = MmaBackwardTile(**{"Br": 32, "Bc": 32, "warps": 8, "key_warps": 2, "columns": 8} | tile)
+    wide = dataclasses.replace(wide, paired=1)
+    assert mma.why_not_tile(case, h200, wide) is None
+    config = mma.config(case, wide, mma.schedule(case, h200, wide).split)
+    assert (config["padded_dim"], config["padded_dim_v"]) == padded
+    assert (config["dq_row_warps"], config["dq_steps"]) == (row_warps, steps)
+
+
+@pytest.mark.parametrize("head_dims", [(64, 512), (320, 320), (512, 512), (576, 576)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_tuner_tries_tiles_of_wide_heads(dtype: str, head_dims: tuple[int, int]) -> None:
+    case = problem(dtype, head_dims[0], head_dim_v=head_dims[1])
+    assert mma.default_tile(case, h200) in set(mma.tiles(case, h200))
+
+
+def test_eight_queries_of_a_warp_need_a_second_warp_to_make_an_operand() -> None:
+    tile = MmaBackwardTile(32, 32, 8, 2, columns=8)
+    reason = mma.why_not_tile(problem("bfloat16", 512), h200, tile)
+    assert reason == "columns is 8 and paired is 0; expected at least 16 columns, or paired = 1"
 
 
 def test_float64_and_old_gpus_are_refused_by_name() -> None:

@@ -48,6 +48,11 @@ UNITS: list[tuple[str, str, str, int, int, dict[str, Any]]] = [
     ("mma", "sm_86", "float16", 64, 0, {"wrt": ("q", "bias"), "bias": BIAS}),
     ("mma", "sm_90", "float32", 64, 172, {"softcap": 30.0}),
     ("mma", "sm_100", "bfloat16", 256, 32, {"score_mod": TABLE}),
+    ("mma", "sm_90", "bfloat16", 512, 0, {"causal": True}),
+    ("mma", "sm_90", "float16", 576, 0, {"wrt": ("q", "v")}),
+    ("mma", "sm_90", "float32", 512, 32, {"causal": True}),
+    ("mma", "sm_80", "bfloat16", 576, 32, {"sinks": SINKS}),
+    ("mma", "sm_86", "bfloat16", 512, 32, {"softcap": 30.0}),
     ("mma", "sm_120", "float32", 64, 0, {"wrt": ("k", "v", "sinks"), "sinks": SINKS}),
     ("simt", "sm_100", "float64", 80, 0, {"score_mod": TABLE}),
 ]

@@ -33,8 +33,10 @@ from cupy_flash.problem.tile import Tile
 
 # Number of columns of a TMA box, which is 128 bytes wide.
 _BOX_COLUMNS = 64
+# Largest head_dim and head_dim_v that the family serves.
+_WIDEST = 256
 # Largest head dim for which a consumer warpgroup holds both dk and dv of 64 keys.
-_WIDEST = 128
+_WIDEST_WHOLE = 128
 # Number of registers of a producer thread and of a consumer thread. Together, the warpgroups take
 # what the launch allocates, 168 for each of 384 threads.
 _REGISTERS = (24, 240)
@@ -89,6 +91,8 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             return f"its tensor-core products take float16 or bfloat16, not {problem.dtype}"
         if reason := why_not_device(device) or backward_common.why_not_tensor_cores(problem):
             return reason
+        if max(problem.head_dim, problem.head_dim_v) > _WIDEST:
+            return f"accumulating dk and dv needs too many registers for head dims over {_WIDEST}"
         if 0 in problem.shape_of("q") or 0 in problem.shape_of("k"):
             return "TMA cannot address arrays without rows"
         tile = HopperBackwardTile(WARPGROUP_ROWS, WARPGROUP_ROWS)
@@ -225,7 +229,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
 
 def _is_wide(problem: Problem) -> bool:
     """Return whether dk and dv of 64 keys need the registers of two consumers."""
-    return max(problem.head_dim, problem.head_dim_v) > _WIDEST
+    return max(problem.head_dim, problem.head_dim_v) > _WIDEST_WHOLE
 
 
 def _last_writes(problem: Problem) -> bool:

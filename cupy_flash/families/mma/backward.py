@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cupy_flash.families import backward_common
 from cupy_flash.families.backward_common import QuerySums
 from cupy_flash.families.contract import (
     MAX_GRID,
+    MAX_REGISTERS,
     Family,
     ceil_div,
     round_up,
@@ -31,8 +32,12 @@ _SCALES_BYTES = 128
 _MAX_UNITS = (_SCALES_BYTES - 4 * 4 - 256 // 8) // 4
 _PRESWIZZLE_THREADS = 256
 PRESWIZZLED_TILES = "tile_images"
+# Largest head dim for which a warp sums all of its columns of dq at once.
+_WIDEST_WHOLE = 256
 # Number of registers for addresses, counters and operands.
 _OTHER_REGISTERS = 40
+# Number of further registers for float32: a product of components is summed before it is added.
+_COMPONENT_REGISTERS = 32
 # Number of dq rows that a warp computes, if a tile has enough rows.
 _SUM_ROWS = 32
 # Limits on how many KV tiles of a head run concurrently: at most _MAX_CONCURRENT, and one per
@@ -56,7 +61,8 @@ class MmaBackwardTile(Tile):
         Number of groups that the keys are divided into, 16 or 32 keys each. The warps of a group
         divide the query rows and the columns of dk and dv among themselves.
     columns
-        Number of query rows for which a warp computes scores at once.
+        Number of query rows for which a warp computes scores at once. With 8, which needs `paired`,
+        all warps read all P and dS from shared memory.
     stages
         Number of query tiles in shared memory: one in use and, with 2, one being loaded.
     min_blocks
@@ -78,11 +84,6 @@ class MmaBackwardTile(Tile):
         """Number of warps that process the same keys."""
         return self.warps // self.key_warps
 
-    @property
-    def sum_row_warps(self) -> int:
-        """Number of groups of dq rows; each group is computed by different warps."""
-        return min(self.warps, max(1, self.Br // _SUM_ROWS))
-
 
 class MmaBackwardFamily(Family[MmaBackwardTile]):
     """Backward pass in one kernel with five matrix products: `kernels_cu/backward/mma.cu`.
@@ -103,10 +104,16 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
         if reason := backward_common.why_not_tensor_cores(problem):
             return reason
         if self._first_legal(problem, device) is None:
-            return self.why_not_tile(problem, device, _SMALL[-1])
+            return self.why_not_tile(problem, device, self.preferred_tiles(problem, device)[-1])
         return None
 
     def candidates(self, problem: Problem, device: Device) -> Iterator[MmaBackwardTile]:
+        if _is_wide(problem):
+            for warps, Br, columns, stages in itertools.product((8, 4), (64, 32), (16, 8), (2, 1)):
+                # Four warps with the same keys, 16 each, hold dk and dv of as many keys as fit.
+                keys = 4 * warps
+                yield MmaBackwardTile(Br, keys, warps, warps // 4, columns, stages, paired=1)
+            return
         for warps, key_warps, row_tiles, Br, columns, stages, blocks in itertools.product(
             (4, 8), (1, 2, 4, 8), (1, 2), (16, 32, 64, 128), (16, 32, 64), (2, 1), (1, 2, 3)
         ):
@@ -119,17 +126,20 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
             return f"warps is {tile.warps}; expected at most 16, and a multiple of key_warps"
         if tile.Bc not in (16 * tile.key_warps, 32 * tile.key_warps):
             return f"Bc is {tile.Bc}; expected 16 or 32 times key_warps, {tile.key_warps}"
-        if tile.columns not in (16, 32, 64) or tile.Br % (tile.columns * tile.side_warps):
+        if tile.columns not in (8, 16, 32, 64) or tile.Br % (tile.columns * tile.side_warps):
             return (
-                f"Br is {tile.Br} and columns is {tile.columns}; expected columns of 16, 32 or 64, "
-                f"and a multiple of {tile.side_warps} * columns as Br"
+                f"Br is {tile.Br} and columns is {tile.columns}; expected columns of 8, 16, 32 or "
+                f"64, and a multiple of {tile.side_warps} * columns as Br"
             )
-        if tile.warps % tile.sum_row_warps or tile.Br % (16 * tile.sum_row_warps):
+        row_warps = _sum_row_warps(problem, tile)
+        if tile.warps % row_warps or tile.Br % (16 * row_warps):
             return f"Br is {tile.Br}; {tile.warps} warps cannot divide these rows of dq"
         if tile.stages not in (1, 2):
             return f"stages is {tile.stages}; expected 1 or 2"
         if tile.paired not in (0, 1) or (tile.paired and tile.side_warps % 2):
             return f"paired is {tile.paired}; expected 0, or 1 if warps / key_warps is even"
+        if tile.columns == 8 and not tile.paired:
+            return "columns is 8 and paired is 0; expected at least 16 columns, or paired = 1"
         if tile.min_blocks < 1:
             return f"min_blocks is {tile.min_blocks}; expected at least 1"
         units = _second_units(problem) * tile.key_warps * (tile.Br // tile.columns)
@@ -154,15 +164,13 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
 
     def _registers(self, problem: Problem, tile: MmaBackwardTile) -> int:
         """Return a lower bound: dk and dv, the larger of (S and dP) and dq, and other registers."""
-        dim, dim_v = _padded_dims(problem, tile)
-        kept = tile.Bc * (dim + dim_v) // tile.warps
-        passing = max(
-            (3 if tile.paired else 2) * tile.Bc // tile.key_warps * tile.columns,
-            tile.Br * dim // tile.warps,
-        )
-        return (kept + passing) // 32 + _OTHER_REGISTERS
+        scores = (3 if tile.paired else 2) * tile.Bc // tile.key_warps * tile.columns // 32
+        sums = _dq_steps(problem, tile) * _step_registers(problem, tile)
+        return _kept_registers(problem, tile) + max(scores, sums) + _OTHER_REGISTERS
 
-    def preferred_tiles(self, problem: Problem, device: Device) -> Iterable[MmaBackwardTile]:
+    def preferred_tiles(self, problem: Problem, device: Device) -> Sequence[MmaBackwardTile]:
+        if _is_wide(problem):
+            return _WIDE
         return (*_preferred_tiles(problem), *_SMALL)
 
     def shared_memory(self, problem: Problem, tile: MmaBackwardTile) -> int:
@@ -216,7 +224,8 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
         return {
             **tile_members(tile, "Br Bc warps key_warps columns stages"),
             "paired": bool(tile.paired),
-            "dq_row_warps": tile.sum_row_warps,
+            "dq_row_warps": _sum_row_warps(problem, tile),
+            "dq_steps": _dq_steps(problem, tile),
             "padded_dim": dim,
             "padded_dim_v": dim_v,
             "shared_memory": self.shared_memory(problem, tile),
@@ -224,10 +233,58 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
         } | backward_common.config(problem, self._sums(problem, tile))
 
 
+def _is_wide(problem: Problem) -> bool:
+    """Return whether the head dims are too wide for tiles whose dq is summed at once."""
+    return max(problem.head_dim, problem.head_dim_v) > _WIDEST_WHOLE
+
+
 def _padded_dims(problem: Problem, tile: MmaBackwardTile) -> tuple[int, int]:
     """Return the padded columns of q and k, and of v and dout: multiples of 16 for each warp."""
-    unit = 16 * max(tile.side_warps, tile.warps // tile.sum_row_warps)
-    return round_up(problem.head_dim, unit), round_up(problem.head_dim_v, 16 * tile.side_warps)
+    dim = _padded_dim(problem, tile, _sum_row_warps(problem, tile))
+    return dim, round_up(problem.head_dim_v, 16 * tile.side_warps)
+
+
+def _padded_dim(problem: Problem, tile: MmaBackwardTile, sum_row_warps: int) -> int:
+    """Return the padded head_dim if dq is divided into `sum_row_warps` groups of rows."""
+    return round_up(problem.head_dim, 16 * max(tile.side_warps, tile.warps // sum_row_warps))
+
+
+def _sum_row_warps(problem: Problem, tile: MmaBackwardTile) -> int:
+    """Return the number of groups of dq rows; each group is computed by different warps.
+
+    Warps with more rows read k less often. But twice as many groups of wide heads may need less
+    padding, because fewer warps then divide the columns.
+    """
+    groups = min(tile.warps, max(1, tile.Br // _SUM_ROWS))
+    if not _is_wide(problem):
+        return groups
+    return min((groups, 2 * groups), key=lambda n: _padded_dim(problem, tile, n))
+
+
+def _kept_registers(problem: Problem, tile: MmaBackwardTile) -> int:
+    """Return the number of registers of a thread that hold dk and dv."""
+    return tile.Bc * sum(_padded_dims(problem, tile)) // tile.warps // 32
+
+
+def _step_registers(problem: Problem, tile: MmaBackwardTile) -> int:
+    """Return the number of registers of a thread that hold dq of 16 columns of each warp."""
+    return tile.Br // _sum_row_warps(problem, tile) // 2
+
+
+def _dq_steps(problem: Problem, tile: MmaBackwardTile) -> int:
+    """Return how many 16-column steps of dq a warp sums at once.
+
+    These are all steps, except for wide heads, whose dk and dv leave fewer registers.
+    """
+    column_warps = tile.warps // _sum_row_warps(problem, tile)
+    steps = _padded_dims(problem, tile)[0] // (16 * column_warps)
+    if not _is_wide(problem):
+        return steps
+    left = MAX_REGISTERS - _OTHER_REGISTERS - _kept_registers(problem, tile)
+    if _uses_components(problem):
+        left -= _COMPONENT_REGISTERS
+    most = max(1, left // _step_registers(problem, tile))
+    return max(n for n in range(1, steps + 1) if steps % n == 0 and n <= most)
 
 
 def _uses_components(problem: Problem) -> bool:
@@ -312,6 +369,14 @@ def _preferred_tiles(problem: Problem) -> tuple[MmaBackwardTile, ...]:
     )
 
 
+# Tiles for head dims over 256. If both are 512, dk and dv take 128 registers of a thread in each of
+# these tiles. In 16 bits, 32 keys or queries of that size take 64 KiB of shared memory.
+_WIDE = (
+    MmaBackwardTile(32, 32, 8, 2, columns=8, paired=1),
+    MmaBackwardTile(64, 32, 8, 2, columns=16, stages=1, paired=1),
+    MmaBackwardTile(32, 32, 8, 2, columns=8, stages=1, paired=1),
+    MmaBackwardTile(32, 16, 4, 1, columns=8, stages=1, paired=1),
+)
 # Tiles for devices with little shared memory.
 _SMALL = (
     MmaBackwardTile(32, 32, 4, 2, columns=16, stages=1),

@@ -41,9 +41,10 @@ struct DqFragments {
 // Adds a warp's fragments to a dq tile while the CTA holds the semaphore. On sm_90 and newer, `red`
 // instructions add to memory. On older GPUs, the accumulators start from the sums of the earlier
 // CTAs and are stored. The dq order's first CTA always stores, so that no kernel clears the sums.
-template <class Fragments>
+// The fragments are `tiles_at_once` consecutive ones of each row tile.
+template <class Fragments, int tiles_at_once>
 struct DqAccumulator {
-  using Sums = float[Fragments::row_tiles][Fragments::column_tiles][4];
+  using Sums = float[Fragments::row_tiles][tiles_at_once][4];
 #if __CUDA_ARCH__ >= 900
   static constexpr bool memory_adds = true;
 #else
@@ -53,8 +54,9 @@ struct DqAccumulator {
   float* target;
   bool is_first;
 
-  __device__ DqAccumulator(float* sums, int order_index)
-      : target(sums + Fragments::fragment_offset(threadIdx.x / 32, 0, 0, threadIdx.x % 32)),
+  // `first` is the index of the first fragment of a row tile.
+  __device__ DqAccumulator(float* sums, int order_index, int first)
+      : target(sums + Fragments::fragment_offset(threadIdx.x / 32, 0, first, threadIdx.x % 32)),
         is_first(order_index == 0) {}
 
   __device__ void begin(Sums& sums) const {
@@ -94,7 +96,7 @@ struct DqAccumulator {
 #pragma unroll
     for (int i = 0; i < Fragments::row_tiles; ++i) {
 #pragma unroll
-      for (int j = 0; j < Fragments::column_tiles; ++j) {
+      for (int j = 0; j < tiles_at_once; ++j) {
         function(i, j, target + Fragments::fragment_offset(0, i, j, 0));
       }
     }

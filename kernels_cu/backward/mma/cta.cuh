@@ -43,22 +43,31 @@ struct MmaGradientCta {
   static constexpr int row_tiles = warp_keys / 16;
   static constexpr int columns = Config::columns;
   static constexpr int passes = Br / (columns * query_warps);
-  static constexpr int steps = columns / 16;
   static_assert(warp_keys * key_warps == Bc && row_tiles * 16 == warp_keys, "whole fragments");
-  static_assert(passes * columns * query_warps == Br && steps * 16 == columns, "whole fragments");
+  static_assert(passes * columns * query_warps == Br, "whole passes");
+
+  // Whether all left operands of dv and dk pass through shared memory. An operand has at least 16
+  // queries. If a warp computes the scores of eight, an operand consists of those of two warps.
+  static constexpr bool shares_operands = columns == 8;
+  static constexpr int operand_columns = shares_operands ? 16 : columns;
+  static constexpr int steps = operand_columns / 16;
+  static_assert(steps * 16 == operand_columns && Br % operand_columns == 0, "whole operands");
 
   // A dq tile is divided among the warps by rows and by columns.
   static constexpr int dq_row_warps = Config::dq_row_warps;
   static constexpr int dq_column_warps = warps / dq_row_warps;
   static constexpr int dq_row_tiles = Br / 16 / dq_row_warps;
+  static constexpr int dq_steps = Config::dq_steps;  // 16-column steps that a warp sums at once
 
   static constexpr int dim = Config::padded_dim;
   static constexpr int dim_v = Config::padded_dim_v;
 
   // Whether warps with the same keys work in pairs: one warp computes S and the other dP for the
   // queries of both, and they exchange halves. One large product reads less than two small ones.
-  static constexpr bool paired = Config::paired && wants_ds;
+  // A warp reads at least 16 queries at once, so warps that keep eight queries are always paired.
+  static constexpr bool paired = Config::paired && (wants_ds || shares_operands);
   static_assert(!paired || query_warps % 2 == 0, "query warps work in pairs");
+  static_assert(paired || !shares_operands, "warps that keep eight queries work in pairs");
 
   // Whether a warp divides the P, or the dS, that it computes at once by a second unit, chosen from
   // their maximum (`choose_unit()`). Sinks may make P and dS far smaller than the bounds that the

@@ -55,15 +55,25 @@ struct Exchange {
   template <int row_tiles>
   __device__ static void write(unsigned shared, const LeftStep<row_tiles>& left, int row,
                                int step) {
-    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const int fragment_row = row + 16 * i + 8 * (r % 2) + lane / 4;
-        ptx::st_shared(shared + Layout::offset(fragment_row, 2 * step + r / 2) + lane % 4 * 4,
-                       left[i][r]);
+      for (int half = 0; half < 2; ++half) {
+        write_chunk(shared, left[i][2 * half], left[i][2 * half + 1], row + 16 * i,
+                    2 * step + half);
       }
+    }
+  }
+
+  // Writes eight columns of a left operand, the chunk of index `chunk`, to the 16 rows from `row`
+  // on. `low` is the lane's pair in the first eight rows, and `high` its pair in the other rows.
+  __device__ static void write_chunk(unsigned shared, unsigned low, unsigned high, int row,
+                                     int chunk) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      ptx::st_shared(shared + Layout::offset(row + 8 * half + lane / 4, chunk) + lane % 4 * 4,
+                     half == 0 ? low : high);
     }
   }
 
@@ -105,17 +115,19 @@ struct ColumnSlice {
     return shared + Layout::offset(lane % 16, 2 * warp + lane / 16);
   }
 
-  // Accumulates sums += left B, where `b` is the `lane_address()` of the 16 rows of B.
-  template <int row_tiles>
-  __device__ static void multiply(float (&sums)[row_tiles][2 * steps][4],
-                                  const LeftStep<row_tiles>& left, unsigned b) {
+  // Accumulates sums += left B, where `b` is the `lane_address()` of the 16 rows of B. `sums` holds
+  // the warp's columns from 16 * `first` on, all of them or some.
+  template <int row_tiles, int column_tiles>
+  __device__ static void multiply(float (&sums)[row_tiles][column_tiles][4],
+                                  const LeftStep<row_tiles>& left, unsigned b, int first = 0) {
+    constexpr int count = column_tiles / 2;
     unsigned right[2][4];
-    ptx::ldmatrix_x4_trans(right[0], b);
+    ptx::ldmatrix_x4_trans(right[0], Layout::advance(b, 0, 2 * warps * first));
 #pragma unroll
-    for (int step = 0; step < steps; ++step) {
-      if (step + 1 < steps) {
+    for (int step = 0; step < count; ++step) {
+      if (step + 1 < count) {
         ptx::ldmatrix_x4_trans(right[(step + 1) % 2],
-                               Layout::advance(b, 0, 2 * warps * (step + 1)));
+                               Layout::advance(b, 0, 2 * warps * (first + step + 1)));
       }
 #pragma unroll
       for (int i = 0; i < row_tiles; ++i) {
@@ -126,13 +138,14 @@ struct ColumnSlice {
   }
 
   // For float32 components: accumulates sums[i] += factor(i) (left B)[i], i a row tile. The product
-  // over all 16 * `depth` rows of B is summed separately, and then added.
-  template <int row_tiles, int depth, class Factor>
-  __device__ static void add_product(float (&sums)[row_tiles][2 * steps][4],
+  // over all 16 * `depth` rows of B is summed separately, and then added. For `first` see
+  // `multiply()`.
+  template <int row_tiles, int column_tiles, int depth, class Factor>
+  __device__ static void add_product(float (&sums)[row_tiles][column_tiles][4],
                                      const LeftStep<row_tiles> (&left)[depth][2], unsigned b,
-                                     Factor factor) {
+                                     Factor factor, int first = 0) {
 #pragma unroll
-    for (int step = 0; step < steps; ++step) {
+    for (int step = 0; step < column_tiles / 2; ++step) {
       float product[row_tiles][2][4] = {};
 #pragma unroll
       for (int k = 0; k < depth; ++k) {
@@ -141,7 +154,7 @@ struct ColumnSlice {
         for (int component = 0; component < 2; ++component) {
           ptx::ldmatrix_x4_trans(
               right[component],
-              Layout::advance(b, 16 * k, 2 * warps * step + component * Columns / 8));
+              Layout::advance(b, 16 * k, 2 * warps * (first + step) + component * Columns / 8));
         }
         multiply_components(product, left[k], right);
       }

@@ -13,8 +13,8 @@
 template <class Config>
 struct MmaGradientProducts : MmaGradientCta<Config> {
   using Base = MmaGradientCta<Config>;
-  using Base::components, Base::has_components, Base::Br, Base::warp_keys, Base::row_tiles,
-      Base::columns;
+  using Base::components, Base::has_components, Base::wants_ds, Base::Br, Base::warp_keys,
+      Base::row_tiles, Base::columns, Base::shares_operands;
   using Base::steps, Base::dq_column_warps, Base::dq_row_tiles, Base::dim, Base::dim_v;
   using Base::refines_p, Base::units_per_operand, Base::units_offset, Base::memory, Base::shared,
       Base::warp;
@@ -41,7 +41,7 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
     static constexpr bool q_in_registers = false;
   };
 
-  // P^T or dS^T of the warp's keys and of `columns` queries, as a left operand.
+  // P^T or dS^T of the warp's keys and of `operand_columns` queries, as a left operand.
   using Left = LeftStep<row_tiles>[steps][components];
 
   // Converts P^T or dS^T to a left operand. If `Exchanges`, also writes it to `target` for others.
@@ -64,7 +64,33 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
     }
   }
 
-  // Reads the left operand of another warp, for the queries from `first` on.
+  // If `Exchanges`, writes P^T or dS^T of eight queries to `target` as half of a left operand.
+  template <bool Exchanges>
+  __device__ void write_half_operand(const Scores& of, unsigned target, int first) {
+    if constexpr (!Exchanges) return;
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+      unsigned words[components][2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float* values = of[i][0] + 2 * half;
+        if constexpr (has_components) {
+          const SplitPair pair = SplitPair::split(values[0], values[1]);
+          words[0][half] = pair.big;
+          words[1][half] = pair.small;
+        } else {
+          words[0][half] = pack<Element>(values[0], values[1]);
+        }
+      }
+#pragma unroll
+      for (int component = 0; component < components; ++component) {
+        Pairs::write_chunk(target, words[component][0], words[component][1],
+                           key_warp() * warp_keys + 16 * i, (component * Br + first) / 8);
+      }
+    }
+  }
+
+  // Reads a left operand that warps have written, for the queries from `first` on.
   __device__ void read(Left& left, unsigned source, int first) {
 #pragma unroll
     for (int step = 0; step < steps; ++step) {
@@ -128,11 +154,13 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
           both, queries_address(stage) + first_of_pair * Layout::row_bytes);
       store_half(both, columns / 8, first_of_pair + columns);
     } else {
-      multiply_values_douts<2 * columns>(both,
-                                         dout_address(stage) + first_of_pair * LayoutV::row_bytes);
+      if constexpr (wants_ds) {
+        multiply_values_douts<2 * columns>(
+            both, dout_address(stage) + first_of_pair * LayoutV::row_bytes);
+      }
       store_half(both, 0, first_of_pair);
     }
-    ptx::barrier_sync_aligned(1 + warp / 2, 64);
+    wait_for_pair();
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
@@ -150,6 +178,9 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
     // Wait until all lanes have read their half: they will write P^T and dS^T there.
     __syncwarp();
   }
+
+  // Waits until both warps of the pair have arrived.
+  __device__ void wait_for_pair() const { ptx::barrier_sync_aligned(1 + warp / 2, 64); }
 
   __device__ void store_half(const float (&both)[row_tiles][2 * columns / 8][4], int begin,
                              int first) {
@@ -239,13 +270,21 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
   // Second units, one for each key warp and `columns` queries. First index for P, and for dS:
   static constexpr int p_units_begin = 0;
   static constexpr int ds_units_begin = refines_p ? units_per_operand : 0;
-  __device__ float& second_unit(int begin, int key_warp, int first) {
+  __device__ float& stored_unit(int begin, int key_warp, int first) {
     return reinterpret_cast<float*>(
         memory + units_offset)[begin + key_warp * (Br / columns) + first / columns];
   }
 
+  // Returns the second unit of a left operand of the queries from `first` on. If two warps compute
+  // the operand, this is the larger one of the units that they have stored.
+  __device__ float second_unit(int begin, int key_warp, int first) {
+    const float& unit = stored_unit(begin, key_warp, first);
+    return shares_operands ? fmaxf(unit, (&unit)[1]) : unit;
+  }
+
   // Divides `scores` (P or dS) by a second unit chosen from its maximum, and returns that unit. If
-  // `stores`, also stores the unit for other warps. Without `Refines`, only returns 1.
+  // `stores`, also stores the unit for other warps. Without `Refines`, only returns 1. If a pair of
+  // warps computes an operand, both choose the same unit.
   template <bool Refines>
   __device__ float choose_unit(Scores& scores, int begin, bool stores, int first) {
     if constexpr (!Refines) return 1;
@@ -254,10 +293,16 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
       const float size = fabsf(x);
       if (size < SoftmaxMath<float>::infinity()) top = fmaxf(top, size);
     });
-    const Unit unit =
-        Unit::for_largest(__uint_as_float(__reduce_max_sync(~0u, __float_as_uint(top))));
+    Unit unit = Unit::for_largest(__uint_as_float(__reduce_max_sync(~0u, __float_as_uint(top))));
+    if constexpr (shares_operands) {
+      if (lane == 0) stored_unit(begin, key_warp(), first) = unit.size;
+      wait_for_pair();
+      unit = Unit::of_size(second_unit(begin, key_warp(), first / 16 * 16));
+    }
     for_each(scores, [&](float& x) { x *= unit.inverse; });
-    if (stores && lane == 0) second_unit(begin, key_warp(), first) = unit.size;
+    if (!shares_operands && stores && lane == 0) {
+      stored_unit(begin, key_warp(), first) = unit.size;
+    }
     return unit.size;
   }
 

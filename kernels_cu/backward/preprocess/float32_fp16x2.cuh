@@ -41,6 +41,11 @@ struct Unit {
     const unsigned exponent = (__float_as_uint(kept) >> 23) - below;
     return {__uint_as_float(exponent << 23), __uint_as_float((254 - exponent) << 23)};
   }
+
+  // Returns the unit of size `size`, a power of two that `for_largest()` returned.
+  __device__ static Unit of_size(float size) {
+    return {size, __uint_as_float((254u << 23) - __float_as_uint(size))};
+  }
 };
 
 // Components of two numbers below 2^15, packed with the first number in the lower 16 bits.

@@ -37,6 +37,7 @@ KERNELS = [
     for dtype in dtypes
     for head_dim in WIDTHS
 ]
+KERNELS += [("mma", dtype, 512) for dtype in ("bfloat16", "float16", "float32")]
 KERNELS += [("simt", dtype, 40) for dtype in DTYPES]
 of_kernels = pytest.mark.parametrize(("family", "dtype", "head_dim"), KERNELS)
 
@@ -170,7 +171,7 @@ def test_packed_rows_without_keys_leave_no_trace(
 
 
 @pytest.mark.parametrize("family", ["mma", "simt"])
-@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256, 512])
 @pytest.mark.parametrize("size", [1e-3, 1e-8, 1e-12, 1e-20])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 10.0}], ids=str)
 def test_float32_rows_of_a_small_dout_are_as_exact_as_others(

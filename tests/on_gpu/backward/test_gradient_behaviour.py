@@ -33,6 +33,7 @@ CALLS += [
     for head_dim in (64, 128, 192, 256)
     if (kind, head_dim) != ("dense", 64)
 ]
+CALLS += [("mma", dtype, kind, 512) for dtype in ("float16", "float32") for kind in KINDS]
 
 
 @pytest.fixture(params=CALLS, ids=lambda call: "-".join(map(str, call)))

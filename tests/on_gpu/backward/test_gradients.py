@@ -22,7 +22,9 @@ pytestmark = pytest.mark.gpu
 
 # Compilation takes ten times as long as the rest, so the calls of a test differ only in properties
 # that need no other kernel.
-TESTS, CALLS = 600, 5
+TESTS, WIDE_TESTS, CALLS = 600, 80, 5
+# Head dims of calls with wide heads: one of q and k, or of v, may be narrow.
+WIDE = (64, 257, 264, 320, 400, 512, 576)
 
 
 def draw(test: int, number: int) -> tuple[GradientCall, str | None]:
@@ -47,22 +49,44 @@ def test_random_gradients_are_right_in_every_family(test: int) -> None:
         check_gradients(call, got)
 
 
-def tiled_case(head_dim: int) -> Case:
+@pytest.mark.parametrize("test", range(WIDE_TESTS))
+def test_random_gradients_of_wide_heads_are_right(test: int) -> None:
+    rng = np.random.default_rng((test, 512))
+    dtype = str(rng.choice(("float16", "bfloat16", "float32")))
+    kind = str(rng.choice(KINDS))
+    for number in range(CALLS):
+        sizes = np.random.default_rng((test, number))
+        call = random_gradient_call(
+            np.random.default_rng(test), dtype, kind, head_dims=WIDE, sizes=sizes
+        )
+        try:
+            got = call.run(cupy, family="mma")
+        except UnsupportedError:
+            got = call.run(cupy)
+        check_gradients(call, got)
+
+
+def tiled_case(head_dims: tuple[int, int], dtype: str = "bfloat16") -> Case:
     """Return a case with several query tiles and KV tiles of any size, the last ones partial."""
     sizes = {"batch": 1, "seqlen_q": 500, "seqlen_k": 700, "heads_q": 4, "heads_kv": 2}
-    dims = {"head_dim": head_dim, "head_dim_v": head_dim}
-    return Case("bfloat16", **sizes, **dims, causal=True, direction="backward")
+    dims = dict(zip(("head_dim", "head_dim_v"), head_dims, strict=True))
+    return Case(dtype, **sizes, **dims, causal=True, direction="backward")
 
 
-def tiles() -> list[tuple[str, int, Any]]:
-    """Return families, head dims and legal tiles: at most 6 tiles per head dim, but all tiles of
-    `hopper`, also with values of `columns` that the tuner does not try."""
+# Head dims and dtypes of cases that run with several tiles.
+TILED = [((d, d), "bfloat16") for d in (64, 128, 256, 320, 512)]
+TILED += [((576, 512), "bfloat16"), ((64, 512), "float16"), ((512, 512), "float32")]
+
+
+def tiles() -> list[tuple[str, tuple[int, int], str, Any]]:
+    """Return families, head dims, dtypes and legal tiles: at most 6 tiles per case, but all tiles
+    of `hopper`, also with values of `columns` that the tuner does not try."""
     if gpu_unavailable():
         return []
     device, found = current_device(), []
     for name, family in FAMILIES["backward"].items():
-        for head_dim in (64, 128, 256):
-            problem = tiled_case(head_dim).problem()
+        for head_dims, dtype in TILED:
+            problem = tiled_case(head_dims, dtype).problem()
             if family.why_not(problem, device):
                 continue
             legal = list(dict.fromkeys(family.candidates(problem, device)))
@@ -70,15 +94,15 @@ def tiles() -> list[tuple[str, int, Any]]:
                 legal += [dataclasses.replace(t, columns=n) for t in legal for n in (16, 32, 128)]
             legal = [t for t in legal if family.why_not_tile(problem, device, t) is None]
             step = 1 if name == "hopper" else -(-len(legal) // 6)
-            found += [(name, head_dim, tile) for tile in legal[::step]]
+            found += [(name, head_dims, dtype, tile) for tile in legal[::step]]
     return found
 
 
-@pytest.mark.parametrize(("family", "head_dim", "tile"), tiles(), ids=str)
+@pytest.mark.parametrize(("family", "head_dims", "dtype", "tile"), tiles(), ids=str)
 def test_every_tile_that_is_legal_gives_the_gradients(
-    rng: np.random.Generator, family: str, head_dim: int, tile: Any
+    rng: np.random.Generator, family: str, head_dims: tuple[int, int], dtype: str, tile: Any
 ) -> None:
-    case = tiled_case(head_dim)
+    case = tiled_case(head_dims, dtype)
     shapes = dict(zip((*ROWS, "dout"), (*case.bshd_shapes, case.bshd_shapes[0]), strict=True))
     arrays = {n: rng.standard_normal(x).astype(DTYPES[case.dtype]) for n, x in shapes.items()}
     dout = arrays.pop("dout")

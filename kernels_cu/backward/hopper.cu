@@ -63,7 +63,13 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
   } else {
     ptx::setmaxnreg_inc<Config::consumer_registers>();
     if constexpr (!Config::wide) {
-      HopperGradientConsumer<Config>(cta, warp / 4 - 1).run();
+      if constexpr (Cta::dq_columns(0) == Cta::dq_columns(1)) {
+        HopperGradientConsumer<Config, Cta::dq_columns(0)>(cta, warp / 4 - 1).run();
+      } else if (warp / 4 == 1) {
+        HopperGradientConsumer<Config, Cta::dq_columns(0)>(cta, 0).run();
+      } else {
+        HopperGradientConsumer<Config, Cta::dq_columns(1)>(cta, 1).run();
+      }
     } else if (warp / 4 == 1) {
       HopperValueConsumer<Config>(cta, 0).run();
     } else {

@@ -10,6 +10,7 @@ from cupy_flash.families import backward_common
 from cupy_flash.families.backward_common import QuerySums
 from cupy_flash.families.contract import (
     Family,
+    ceil_div,
     remembers_last,
     round_up,
     tile_members,
@@ -30,7 +31,8 @@ from cupy_flash.problem.gradient import ROWS
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
 
-# Number of columns of a TMA box, which is 128 bytes wide.
+# Number of columns of a TMA box, which is 128 bytes wide. Boxes have half of them if head_dim is
+# between 65 and 96: its rows are then three boxes of 64 bytes (`TmaTile`, tile/tma_tile.cuh).
 _BOX_COLUMNS = 64
 # Largest head dim for which a consumer warpgroup holds both dk and dv of 64 keys.
 _WIDEST = 128
@@ -124,7 +126,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             return f"q_stages is {tile.q_stages}; expected at least {least}"
         if tile.dout_stages < 1:
             return f"dout_stages is {tile.dout_stages}; expected at least 1"
-        if tile.Br == WARPGROUP_ROWS and _padded_dims(problem)[0] < 2 * _BOX_COLUMNS:
+        if tile.Br == WARPGROUP_ROWS and _padded_dims(problem)[0] <= _BOX_COLUMNS:
             return f"Br is {tile.Br}; expected {2 * WARPGROUP_ROWS} for head_dim {problem.head_dim}"
         if reason := why_not_shared_memory(device, self.shared_memory(problem, tile)):
             return reason
@@ -137,8 +139,10 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         """Return a lower bound: dk and dv; S, dP and P as an operand; loop state."""
         dim, dim_v = _padded_dims(problem)
         if _is_wide(problem):
-            # A consumer holds either dk or dv, and half of the columns of dq.
-            return max(dim, dim_v) // 2 + dim // 4 + tile.columns // 4 + _STATE_REGISTERS
+            # A consumer holds either dk or dv, and up to two slabs of dq.
+            slabs = ceil_div(dim // _BOX_COLUMNS, 2)
+            sums = max(dim, dim_v) + slabs * _BOX_COLUMNS
+            return sums // 2 + tile.columns // 4 + _STATE_REGISTERS
         return (dim + dim_v) // 2 + tile.columns * 5 // 4 + _STATE_REGISTERS
 
     def preferred_tiles(self, problem: Problem, device: Device) -> Iterable[HopperBackwardTile]:
@@ -271,18 +275,34 @@ def _register_split(problem: Problem) -> tuple[int, int]:
 def _padded_dims(problem: Problem) -> tuple[int, int]:
     """Return the number of columns of q and k, and of v and dout, in shared memory.
 
-    For wide heads, each consumer computes half of the columns of dq, in whole boxes.
+    For wide heads, each consumer computes at least 64 columns of dq.
     """
-    unit = 2 * _BOX_COLUMNS if _is_wide(problem) else _BOX_COLUMNS
-    return round_up(problem.head_dim, unit), round_up(problem.head_dim_v, _BOX_COLUMNS)
+    dim, dim_v = _padded_dim(problem.head_dim), _padded_dim(problem.head_dim_v)
+    return (max(dim, 2 * _BOX_COLUMNS) if _is_wide(problem) else dim), dim_v
+
+
+def _padded_dim(dim: int) -> int:
+    half_boxes = round_up(dim, _BOX_COLUMNS // 2)
+    return half_boxes if _BOX_COLUMNS < dim < 2 * _BOX_COLUMNS else round_up(dim, _BOX_COLUMNS)
+
+
+def _box_columns(padded_dim: int) -> int:
+    """Return the number of columns of a TMA box of a tile with this number of columns."""
+    return _BOX_COLUMNS // 2 if padded_dim % _BOX_COLUMNS else _BOX_COLUMNS
 
 
 def _tensor_maps(problem: Problem, tile: HopperBackwardTile) -> dict[str, TensorMapSpec]:
     maps = {}
-    for name, rows in (("q", tile.Br), ("k", tile.Bc), ("v", tile.Bc), ("dout", tile.Br)):
+    padded_dim, padded_dim_v = _padded_dims(problem)
+    for name, rows, columns in (
+        ("q", tile.Br, padded_dim),
+        ("k", tile.Bc, padded_dim),
+        ("v", tile.Bc, padded_dim_v),
+        ("dout", tile.Br, padded_dim_v),
+    ):
         batch, length, heads, dim = problem.shape_of("out" if name == "dout" else name)
         shape, strides = (dim, length, heads, batch), problem.tensors[name].strides
-        maps[name] = map_spec(problem, shape, strides, (_BOX_COLUMNS, rows))
+        maps[name] = map_spec(problem, shape, strides, (_box_columns(columns), rows))
     return maps
 
 

@@ -27,9 +27,9 @@
 
 #if __CUDA_ARCH__ == 900
 
-template <class Config>
-struct HopperGradientConsumer : HopperGradientProducts<Config> {
-  using Base = HopperGradientProducts<Config>;
+template <class Config, int DqColumns>
+struct HopperGradientConsumer : HopperGradientProducts<Config, DqColumns> {
+  using Base = HopperGradientProducts<Config, DqColumns>;
   using Base::single_pass, Base::wants_ds, Base::wants_k, Base::wants_q, Base::wants_v;
   using Base::columns, Base::dim, Base::dim_v, Base::parts;
   using Base::consumer, Base::cta, Base::dout_ring, Base::q_ring;
@@ -227,7 +227,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
   __device__ void write_dq_sums(const DqPart& sums) {
     ptx::mbarrier_wait(cta.sums_empty(consumer), sums_phase);
 #pragma unroll
-    for (int j = 0; j < Fragments::column_tiles; ++j) {
+    for (int j = 0; j < Base::dq_column_tiles; ++j) {
       unsigned four[4];
 #pragma unroll
       for (int c = 0; c < 4; ++c) four[c] = __float_as_uint(sums[4 * j + c]);
@@ -244,7 +244,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     earlier_sums_phase ^= 1;
     if (cta.order.order_index(step.tile) > 0) {
 #pragma unroll
-      for (int j = 0; j < Fragments::column_tiles; ++j) {
+      for (int j = 0; j < Base::dq_column_tiles; ++j) {
         unsigned four[4];
         ptx::ld_shared_v4(
             four, sums_address() + Fragments::fragment_offset(0, 0, j, 0) * int(sizeof(float)));

@@ -39,25 +39,28 @@ struct GradientMaps {
 
 #if __CUDA_ARCH__ == 900
 
-// Layout of the dq sums: the accumulators of the consumers. Each consumer has some of the rows or,
-// if a tile has only 64 rows, some of the columns. See `DqFragments`.
-template <int Rows, int Columns, int consumers>
+// Layout of the dq sums: slabs of columns, which are stored consecutively, as accumulators of the
+// consumers. Each consumer has some of the rows or, if a tile has only 64 rows, some of the slabs.
+// See `DqFragments`; its warps are those of the kernel that converts the sums.
+template <int Rows, int Columns, int SlabColumns, int consumers>
 struct WarpgroupFragments {
   static constexpr bool by_rows = Rows == 64 * consumers;
   static_assert(by_rows || Rows == 64, "a consumer multiplies 64 rows");
   static constexpr int warps = 4 * consumers;
+  static constexpr int row_warps = Rows / 16;
   static constexpr int row_tiles = 1;
-  static constexpr int columns = by_rows ? Columns : Columns / consumers;  // of one consumer
-  static constexpr int column_tiles = columns / 8;
+  static constexpr int column_tiles = Columns / 8 * row_warps / warps;
+  static constexpr int slab_tiles = (by_rows ? Columns : SlabColumns) / 8;
   static constexpr int64 floats = int64(Rows) * Columns;
-  static constexpr int bytes_of_consumer = 64 * columns * 4;
 
   __device__ static int fragment_offset(int warp, int, int j, int lane) {
-    return ((warp * column_tiles + j) * 32 + lane) * 4;
+    const int tile = column(warp, j) / 8;
+    const int first_tile = (tile / slab_tiles * row_warps + warp % row_warps) * slab_tiles;
+    return ((first_tile + tile % slab_tiles) * 32 + lane) * 4;
   }
-  __device__ static int row(int warp, int) { return by_rows ? warp * 16 : warp % 4 * 16; }
+  __device__ static int row(int warp, int) { return warp % row_warps * 16; }
   __device__ static int column(int warp, int j) {
-    return (by_rows ? 0 : warp / 4 * columns) + j * 8;
+    return (warp / row_warps * column_tiles + j) * 8;
   }
 };
 
@@ -109,9 +112,23 @@ struct HopperGradientCta {
   using DoutTile = TmaTile<Br, dim_v>;
   // dS: queries by keys, one TMA box for each consumer's keys.
   using DsTile = TmaTile<Br, Bc>;
-  using Fragments = WarpgroupFragments<Br, dim, consumers>;
-  static_assert(KeyTile::box_row_bytes == 128 && ValueTile::box_row_bytes == 128,
-                "boxes of 64 columns");
+  // A slab of dq sums is a box of k, because a matrix descriptor cannot start within a box.
+  using Fragments = WarpgroupFragments<Br, dim, KeyTile::box_columns, consumers>;
+
+  // Returns the number of dq columns that a consumer computes, unless it has some of the rows. An
+  // odd slab goes to the consumer with fewer accumulators: if heads are wide and `dim_v` is larger,
+  // to the dk consumer, and otherwise to the first.
+  static constexpr int dq_columns(int consumer) {
+    if (Fragments::by_rows) return dim;
+    const int slabs = KeyTile::boxes;
+    const int first = (slabs + (wide && dim_v > dim ? 0 : 1)) / 2;
+    return (consumer == 0 ? first : slabs - first) * KeyTile::box_columns;
+  }
+  // Returns the first of these columns, and the offset of the consumer's dq sums in a tile.
+  static constexpr int first_dq_column(int consumer) {
+    return Fragments::by_rows ? 0 : consumer * dq_columns(0);
+  }
+  static constexpr int dq_offset(int consumer) { return consumer * 64 * dq_columns(0); }
 
   // Shared memory: k, v, the rings of q and dout, dS, the dq sums (or P, for wide heads), row
   // statistics, barriers and `HopperGradientBlockInfo`.
@@ -217,7 +234,7 @@ struct HopperGradientCta {
     return shared + ds_offset + stage * DsTile::bytes;
   }
   __device__ unsigned sums_address(int consumer) const {
-    return shared + sums_offset + consumer * Fragments::bytes_of_consumer;
+    return shared + sums_offset + dq_offset(consumer) * int(sizeof(float));
   }
   __device__ unsigned p_tile_address() const { return shared + sums_offset; }
   // Returns the row statistics of a stage: first lse_log2 of each row, then -delta of each row.

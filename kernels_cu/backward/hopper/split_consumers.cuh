@@ -24,9 +24,9 @@
 #if __CUDA_ARCH__ == 900
 
 // Operations of both consumers.
-template <class Config>
-struct HopperWideProducts : HopperGradientProducts<Config> {
-  using Base = HopperGradientProducts<Config>;
+template <class Config, int DqColumns>
+struct HopperWideProducts : HopperGradientProducts<Config, DqColumns> {
+  using Base = HopperGradientProducts<Config, DqColumns>;
   using Base::consumer, Base::cta;
   using typename Base::Cta;
   using typename Base::Fragments;
@@ -63,20 +63,19 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
   // Adds a chunk of dq to memory. The dq order's first CTA stores, so no kernel clears the sums.
   template <int Chunk>
   __device__ void add(const DqPart& sums, const Step& step) {
-    constexpr int column_tiles = Base::dq_columns / 8;
     static_assert(Base::dq_chunks <= 2, "at most two chunks");
     const DqSums<Config> all(cta.p);
-    const int warp = 4 * consumer + threadIdx.x / 32 % 4;
     float* target = all.template sums<Fragments::floats>(cta.p, cta.sequence, cta.coord.batch,
                                                          step.head, step.tile) +
-                    Fragments::fragment_offset(warp, 0, Chunk * column_tiles, threadIdx.x % 32);
+                    Cta::dq_offset(consumer) + 64 * Chunk * Base::dq_columns +
+                    Fragments::fragment_offset(threadIdx.x / 32 % 4, 0, 0, threadIdx.x % 32);
     const bool is_first = cta.order.order_index(step.tile) == 0;
     if (Chunk == 0) {
       ptx::mbarrier_wait(cta.semaphore_acquired(semaphore_ring.index), semaphore_ring.phase);
     }
     const auto write = [&](auto write_four) {
 #pragma unroll
-      for (int j = 0; j < column_tiles; ++j) {
+      for (int j = 0; j < Base::dq_column_tiles; ++j) {
         const float four[4] = {sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]};
         write_four(target + Fragments::fragment_offset(0, 0, j, 0), four);
       }
@@ -99,8 +98,9 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
 };
 
 template <class Config>
-struct HopperValueConsumer : HopperWideProducts<Config> {
-  using Base = HopperWideProducts<Config>;
+struct HopperValueConsumer
+    : HopperWideProducts<Config, HopperGradientCta<Config>::dq_columns(0)> {
+  using Base = HopperWideProducts<Config, HopperGradientCta<Config>::dq_columns(0)>;
   using Base::columns, Base::cta, Base::dout_ring, Base::no_operand, Base::phase, Base::q_ring;
   using Base::wants_ds, Base::wants_q, Base::wants_v;
   using typename Base::Cta;
@@ -218,8 +218,8 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
 };
 
 template <class Config>
-struct HopperKeyConsumer : HopperWideProducts<Config> {
-  using Base = HopperWideProducts<Config>;
+struct HopperKeyConsumer : HopperWideProducts<Config, HopperGradientCta<Config>::dq_columns(1)> {
+  using Base = HopperWideProducts<Config, HopperGradientCta<Config>::dq_columns(1)>;
   using Element = typename Config::Element;
   using Base::columns, Base::cta, Base::dout_ring, Base::no_operand, Base::phase, Base::q_ring;
   using Base::wants_ds, Base::wants_k, Base::wants_q;

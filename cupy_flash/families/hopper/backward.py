@@ -31,17 +31,18 @@ from cupy_flash.problem.gradient import ROWS
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
 
-# Number of columns of a TMA box, which is 128 bytes wide. Boxes have half of them if head_dim is
-# between 65 and 96: its rows are then three boxes of 64 bytes (`TmaTile`, tile/tma_tile.cuh).
+# Number of columns of a TMA box, which is 128 bytes wide. If both head dims are at most 96, one of
+# more than 64 takes three boxes of half that width instead of two (tile/tma_tile.cuh).
 _BOX_COLUMNS = 64
+_WIDEST_OF_HALF_BOXES = 96
 # Largest head dim for which a consumer warpgroup holds both dk and dv of 64 keys.
 _WIDEST = 128
 # Number of registers of a producer thread and of a consumer thread. Together, the warpgroups take
 # what the launch allocates, 168 for each of 384 threads.
 _REGISTERS = (24, 240)
-# The same numbers for wide heads in varlen: with 24 registers, producer warps spill, and a loop is
-# miscompiled.
-_WIDE_REGISTERS_OF_SEQUENCES = (40, 232)
+# The same numbers for wide heads in varlen, and for TMA boxes of 64 bytes: with 24 registers,
+# producer warps spill, and for wide heads, a loop is miscompiled.
+_REGISTERS_OF_COMPLEX_LOADS = (40, 232)
 # Number of registers of a consumer thread besides accumulators and operands: addresses and state.
 _STATE_REGISTERS = 24
 # Number of barriers in addition to those of the ring stages.
@@ -268,22 +269,25 @@ def _head_chunks(problem: Problem, device: Device) -> int:
 
 
 def _register_split(problem: Problem) -> tuple[int, int]:
-    spills = _is_wide(problem) and not problem.layout.is_dense
-    return _WIDE_REGISTERS_OF_SEQUENCES if spills else _REGISTERS
+    if _is_wide(problem):
+        is_complex = not problem.layout.is_dense
+    else:
+        is_complex = any(dim % _BOX_COLUMNS for dim in _padded_dims(problem))
+    return _REGISTERS_OF_COMPLEX_LOADS if is_complex else _REGISTERS
 
 
 def _padded_dims(problem: Problem) -> tuple[int, int]:
     """Return the number of columns of q and k, and of v and dout, in shared memory.
 
-    For wide heads, each consumer computes at least 64 columns of dq.
+    For wide heads, each consumer computes at least one box of columns of dq.
     """
-    dim, dim_v = _padded_dim(problem.head_dim), _padded_dim(problem.head_dim_v)
+    dims = problem.head_dim, problem.head_dim_v
+    may_halve = max(dims) <= _WIDEST_OF_HALF_BOXES
+    dim, dim_v = (
+        round_up(n, _BOX_COLUMNS // 2 if may_halve and n > _BOX_COLUMNS else _BOX_COLUMNS)
+        for n in dims
+    )
     return (max(dim, 2 * _BOX_COLUMNS) if _is_wide(problem) else dim), dim_v
-
-
-def _padded_dim(dim: int) -> int:
-    half_boxes = round_up(dim, _BOX_COLUMNS // 2)
-    return half_boxes if _BOX_COLUMNS < dim < 2 * _BOX_COLUMNS else round_up(dim, _BOX_COLUMNS)
 
 
 def _box_columns(padded_dim: int) -> int:

@@ -115,14 +115,11 @@ struct HopperGradientCta {
   // A slab of dq sums is a box of k, because a matrix descriptor cannot start within a box.
   using Fragments = WarpgroupFragments<Br, dim, KeyTile::box_columns, consumers>;
 
-  // Returns the number of dq columns that a consumer computes, unless it has some of the rows. An
-  // odd slab goes to the consumer with fewer accumulators: if heads are wide and `dim_v` is larger,
-  // to the dk consumer, and otherwise to the first.
+  // Returns the number of dq columns that a consumer computes. If consumers have the same rows, they
+  // divide the slabs, and the first consumer computes an odd one.
   static constexpr int dq_columns(int consumer) {
     if (Fragments::by_rows) return dim;
-    const int slabs = KeyTile::boxes;
-    const int first = (slabs + (wide && dim_v > dim ? 0 : 1)) / 2;
-    return (consumer == 0 ? first : slabs - first) * KeyTile::box_columns;
+    return (KeyTile::boxes + 1 - consumer) / 2 * KeyTile::box_columns;
   }
   // Returns the first of these columns, and the offset of the consumer's dq sums in a tile.
   static constexpr int first_dq_column(int consumer) {

@@ -53,10 +53,10 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
     if (warp == 1) HopperRowStatsLoader<Config>{cta}.load_all();
     if constexpr (Config::wants_q) {
       if (warp >= 2 && is_first) {
-        if constexpr (Config::wide) {
-          HopperSemaphoreWarp<Config>{cta, warp - 2}.run();
-        } else {
+        if constexpr (Cta::buffers_dq) {
           HopperGradientAdder<Config>{cta, warp - 2}.run();
+        } else {
+          HopperSemaphoreWarp<Config>{cta, warp - 2}.run();
         }
       }
     }

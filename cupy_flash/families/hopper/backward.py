@@ -46,13 +46,15 @@ _REGISTERS_OF_COMPLEX_LOADS = (40, 232)
 # Number of registers of a consumer thread besides accumulators and operands: addresses and state.
 _STATE_REGISTERS = 24
 # Number of barriers in addition to those of the ring stages.
-_OTHER_BARRIERS = 11
+_OTHER_BARRIERS = 13
 # Size in bytes of `HopperGradientBlockInfo`: a thread block's keys and its range of query tiles.
 _BLOCK_INFO_BYTES = 96
 # Size in bytes of the statistics of a query row: its log-sum-exp and delta.
 _ROW_STATS_BYTES = 8
 # Number of dS tiles that consumers exchange: while one is written, products still read the other.
 _PAIR_STAGES = 2
+# Fields of a tile that are members of `Config`.
+_TILE_MEMBERS = "Br Bc columns q_stages dout_stages exchange_stages buffers_dq"
 # Number of threads of the kernel that converts the dq accumulator to dq.
 _SUM_THREADS = 256
 
@@ -70,11 +72,19 @@ class HopperBackwardTile(Tile):
         Number of query rows for which a consumer computes scores at once.
     q_stages, dout_stages
         Number of tiles of q, and of dout, in shared memory.
+    exchange_stages
+        Number of buffers through which the consumers of wide heads exchange P and dS: with 2, P is
+        computed a tile ahead. Narrow heads take 1.
+    buffers_dq
+        For wide heads, whether dq sums are added from buffers in shared memory (1) or from
+        registers (0). Narrow heads take 0, and always have these buffers.
     """
 
     columns: int = 64
     q_stages: int = 2
     dout_stages: int = 2
+    exchange_stages: int = 1
+    buffers_dq: int = 0
 
 
 class HopperBackwardFamily(Family[HopperBackwardTile]):
@@ -104,9 +114,13 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         return None
 
     def candidates(self, problem: Problem, device: Device) -> Iterator[HopperBackwardTile]:
-        Bc = WARPGROUP_ROWS if _is_wide(problem) else 2 * WARPGROUP_ROWS
-        for Br, q_stages, dout_stages in itertools.product((64, 128), (1, 2, 3), (1, 2)):
-            yield HopperBackwardTile(Br, Bc, 64, q_stages, dout_stages)
+        stages = (1, 2, 3), (1, 2)
+        if _is_wide(problem):
+            for fields in itertools.product(*stages, (1, 2), (0, 1)):
+                yield HopperBackwardTile(WARPGROUP_ROWS, WARPGROUP_ROWS, 64, *fields)
+        else:
+            for Br, *fields in itertools.product((64, 128), *stages):
+                yield HopperBackwardTile(Br, 2 * WARPGROUP_ROWS, 64, *fields)
 
     def why_not_tile(
         self, problem: Problem, device: Device, tile: HopperBackwardTile
@@ -121,6 +135,12 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             return f"columns is {tile.columns}; expected a multiple of 16 that divides {tile.Br}"
         if wide and not tile.Br == tile.columns == WARPGROUP_ROWS:
             return f"Br and columns are {tile.Br} and {tile.columns}; expected {WARPGROUP_ROWS}"
+        if tile.exchange_stages not in ((1, 2) if wide else (1,)):
+            expected = "1 or 2" if wide else "1"
+            return f"exchange_stages is {tile.exchange_stages}; expected {expected}"
+        if tile.buffers_dq not in ((0, 1) if wide else (0,)):
+            expected = "0 or 1" if wide else "0"
+            return f"buffers_dq is {tile.buffers_dq}; expected {expected}"
         # For narrow heads, consumers wait for the next query tile before they release the last one.
         least = 1 if wide else 2
         if tile.q_stages < least:
@@ -160,9 +180,11 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         pairs = tile.Br * tile.Bc * size
         if _is_wide(problem):
             # P is always stored, and dS only if dq is computed.
-            total += (2 if gradient.wants("q") else 1) * pairs
+            total += (2 if gradient.wants("q") else 1) * tile.exchange_stages * pairs
         elif gradient.wants("q"):
-            total += _PAIR_STAGES * pairs + tile.Br * dim * 4
+            total += _PAIR_STAGES * pairs
+        if gradient.wants("q") and (tile.buffers_dq or not _is_wide(problem)):
+            total += tile.Br * dim * 4
         slots = tile.q_stages + tile.dout_stages
         # Each stage has barriers for full and empty and, if tiles are inspected, for arrived.
         arrives = not problem.layout.is_dense or backward_common.inspects(problem)
@@ -212,7 +234,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         producer_registers, consumer_registers = _register_split(problem)
         return (
             {
-                **tile_members(tile, "Br Bc columns q_stages dout_stages"),
+                **tile_members(tile, _TILE_MEMBERS),
                 "padded_dim": dim,
                 "padded_dim_v": dim_v,
                 "producer_registers": producer_registers,
@@ -329,7 +351,7 @@ def _preferred_tiles(problem: Problem) -> tuple[HopperBackwardTile, ...]:
     """Return tiles from the best to the worst, by resource arithmetic without measurements."""
     tile = HopperBackwardTile
     if _is_wide(problem):
-        return (tile(64, 64),)
+        return (tile(64, 64, exchange_stages=2, buffers_dq=1), tile(64, 64))
     if _padded_dims(problem)[0] <= 64:
         return (tile(128, 128), tile(128, 128, dout_stages=1))
     return (tile(64, 128, q_stages=3), tile(64, 128))

@@ -68,6 +68,8 @@ struct HopperGradientProducts {
   PipelineState<Config::dout_stages> dout_ring = {};
   PipelineState<Cta::ds_stages> ds_ring = {};
   float p_sums[2] = {};  // sums of P, to detect keys whose pairs are all masked
+  int sums_phase = 1;    // of the consumer's dq buffer
+  int sums_stage = 0;
 
   __device__ HopperGradientProducts(const Cta& cta, int consumer)
       : cta(cta),
@@ -203,7 +205,7 @@ struct HopperGradientProducts {
 
   // Issues dQ = dS K for the consumer's rows or, if it has all rows, for a chunk of its columns.
   template <int Chunk>
-  __device__ void start_dq(DqPart& sums) {
+  __device__ void start_dq(DqPart& sums) const {
     const unsigned rows = cta.ds_address(ds_ring.index) +
                           (Fragments::by_rows ? 64 * consumer * DsTile::box_row_bytes : 0);
     const unsigned keys =
@@ -219,7 +221,6 @@ struct HopperGradientProducts {
                                                k + KeyTile::row_step(step) / 16, step != 0);
     }
     ptx::wgmma_commit_group();
-    if constexpr (Chunk == dq_chunks - 1) ds_ring.advance();
   }
 
   // Return the addresses of the consumer's first key in a KV tile, and of a part in a query tile.
@@ -375,6 +376,36 @@ struct HopperGradientProducts {
   }
 
   // ---- dq of the consumer's part of a query tile.
+
+  __device__ unsigned sums_address() const {
+    return cta.sums_address(consumer) +
+           Fragments::fragment_offset(threadIdx.x / 32 % 4, 0, 0, threadIdx.x % 32) *
+               int(sizeof(float));
+  }
+  __device__ void arrive_sums_full() {
+    arrive_warp(cta.sums_full(consumer, sums_stage));
+    sums_stage ^= 1;
+    sums_phase ^= 1;
+  }
+
+  // Writes a chunk of the dq sums to the consumer's buffer, in accumulator order. The last chunk
+  // also signals the adder lane.
+  template <int Chunk>
+  __device__ void write_dq_sums(const DqPart& sums) {
+    if constexpr (Chunk == 0) ptx::mbarrier_wait(cta.sums_empty(consumer), sums_phase);
+#pragma unroll
+    for (int j = 0; j < dq_column_tiles; ++j) {
+      unsigned four[4];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) four[c] = __float_as_uint(sums[4 * j + c]);
+      const int offset = Fragments::fragment_offset(0, 0, j, 0) + 64 * Chunk * dq_columns;
+      ptx::st_shared_v4(sums_address() + offset * int(sizeof(float)), four);
+    }
+    if constexpr (Chunk == dq_chunks - 1) {
+      ptx::fence_proxy_async();
+      arrive_sums_full();
+    }
+  }
 
   __device__ void write_dq(DqPart& sums, const Step& step, int stage) const {
     const float scale = signed_scale<Config, float>(cta.p);

@@ -40,9 +40,9 @@ _WIDEST = 128
 # Number of registers of a producer thread and of a consumer thread. Together, the warpgroups take
 # what the launch allocates, 168 for each of 384 threads.
 _REGISTERS = (24, 240)
-# The same numbers for wide heads in varlen, and for TMA boxes of 64 bytes: with 24 registers,
-# producer warps spill, and for wide heads, a loop is miscompiled.
-_REGISTERS_OF_COMPLEX_LOADS = (40, 232)
+# The same numbers for wide heads in varlen or with dq buffers, and for TMA boxes of 64 bytes: with
+# 24 registers, producer warps spill, and for wide heads in varlen, a loop is miscompiled.
+_MORE_PRODUCER_REGISTERS = (40, 232)
 # Number of registers of a consumer thread besides accumulators and operands: addresses and state.
 _STATE_REGISTERS = 24
 # Number of barriers in addition to those of the ring stages.
@@ -151,7 +151,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             return f"Br is {tile.Br}; expected {2 * WARPGROUP_ROWS} for head_dim {problem.head_dim}"
         if reason := why_not_shared_memory(device, self.shared_memory(problem, tile)):
             return reason
-        need, most = self._registers(problem, tile), _register_split(problem)[1]
+        need, most = self._registers(problem, tile), _register_split(problem, tile)[1]
         if need > most:
             return f"needs about {need} registers per thread; {most} are available"
         return backward_common.why_not_grid(problem, tile.Bc, tile.Br)
@@ -231,7 +231,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
     ) -> dict[str, int | bool]:
         gradient = problem.gradient_spec
         dim, dim_v = _padded_dims(problem)
-        producer_registers, consumer_registers = _register_split(problem)
+        producer_registers, consumer_registers = _register_split(problem, tile)
         return (
             {
                 **tile_members(tile, _TILE_MEMBERS),
@@ -290,12 +290,12 @@ def _head_chunks(problem: Problem, device: Device) -> int:
     return next((n for n in chunks if n * blocks >= 12 * device.sm_count), chunks[-1])
 
 
-def _register_split(problem: Problem) -> tuple[int, int]:
+def _register_split(problem: Problem, tile: HopperBackwardTile) -> tuple[int, int]:
     if _is_wide(problem):
-        is_complex = not problem.layout.is_dense
+        spills = tile.buffers_dq or not problem.layout.is_dense
     else:
-        is_complex = any(dim % _BOX_COLUMNS for dim in _padded_dims(problem))
-    return _REGISTERS_OF_COMPLEX_LOADS if is_complex else _REGISTERS
+        spills = any(dim % _BOX_COLUMNS for dim in _padded_dims(problem))
+    return _MORE_PRODUCER_REGISTERS if spills else _REGISTERS
 
 
 def _padded_dims(problem: Problem) -> tuple[int, int]:
@@ -351,7 +351,8 @@ def _preferred_tiles(problem: Problem) -> tuple[HopperBackwardTile, ...]:
     """Return tiles from the best to the worst, by resource arithmetic without measurements."""
     tile = HopperBackwardTile
     if _is_wide(problem):
-        return (tile(64, 64, exchange_stages=2, buffers_dq=1), tile(64, 64))
+        buffered = [tile(64, 64, 64, n, exchange_stages=2, buffers_dq=1) for n in (3, 2)]
+        return (*buffered, tile(64, 64))
     if _padded_dims(problem)[0] <= 64:
         return (tile(128, 128), tile(128, 128, dout_stages=1))
     return (tile(64, 128, q_stages=3), tile(64, 128))

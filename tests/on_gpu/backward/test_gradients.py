@@ -47,22 +47,22 @@ def test_random_gradients_are_right_in_every_family(test: int) -> None:
         check_gradients(call, got)
 
 
-def tiled_case(head_dim: int) -> Case:
+def tiled_case(head_dim: int, head_dim_v: int) -> Case:
     """Return a case with several query tiles and KV tiles of any size, the last ones partial."""
     sizes = {"batch": 1, "seqlen_q": 500, "seqlen_k": 700, "heads_q": 4, "heads_kv": 2}
-    dims = {"head_dim": head_dim, "head_dim_v": head_dim}
+    dims = {"head_dim": head_dim, "head_dim_v": head_dim_v}
     return Case("bfloat16", **sizes, **dims, causal=True, direction="backward")
 
 
-def tiles() -> list[tuple[str, int, Any]]:
-    """Return families, head dims and legal tiles: at most 6 tiles per head dim, but all tiles of
+def tiles() -> list[tuple[str, tuple[int, int], Any]]:
+    """Return families, head dims and legal tiles: at most 6 tiles per head dims, but all tiles of
     `hopper`, also with values of `columns` that the tuner does not try."""
     if gpu_unavailable():
         return []
     device, found = current_device(), []
     for name, family in FAMILIES["backward"].items():
-        for head_dim in (64, 128, 256):
-            problem = tiled_case(head_dim).problem()
+        for dims in ((64, 64), (96, 96), (128, 128), (192, 128), (160, 192), (256, 256)):
+            problem = tiled_case(*dims).problem()
             if family.why_not(problem, device):
                 continue
             legal = list(dict.fromkeys(family.candidates(problem, device)))
@@ -70,16 +70,17 @@ def tiles() -> list[tuple[str, int, Any]]:
                 legal += [dataclasses.replace(t, columns=n) for t in legal for n in (16, 32, 128)]
             legal = [t for t in legal if family.why_not_tile(problem, device, t) is None]
             step = 1 if name == "hopper" else -(-len(legal) // 6)
-            found += [(name, head_dim, tile) for tile in legal[::step]]
+            found += [(name, dims, tile) for tile in legal[::step]]
     return found
 
 
-@pytest.mark.parametrize(("family", "head_dim", "tile"), tiles(), ids=str)
+@pytest.mark.parametrize(("family", "dims", "tile"), tiles(), ids=str)
 def test_every_tile_that_is_legal_gives_the_gradients(
-    rng: np.random.Generator, family: str, head_dim: int, tile: Any
+    rng: np.random.Generator, family: str, dims: tuple[int, int], tile: Any
 ) -> None:
-    case = tiled_case(head_dim)
-    shapes = dict(zip((*ROWS, "dout"), (*case.bshd_shapes, case.bshd_shapes[0]), strict=True))
+    case = tiled_case(*dims)
+    of_dout = (*case.bshd_shapes[0][:-1], case.head_dim_v)
+    shapes = dict(zip((*ROWS, "dout"), (*case.bshd_shapes, of_dout), strict=True))
     arrays = {n: rng.standard_normal(x).astype(DTYPES[case.dtype]) for n, x in shapes.items()}
     dout = arrays.pop("dout")
     call = GradientCall(ModifiedCall("dense", case.dtype, arrays, {"causal": True}), dout)

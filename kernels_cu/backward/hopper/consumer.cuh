@@ -220,7 +220,8 @@ struct HopperGradientConsumer : HopperGradientProducts<Config, DqColumns> {
       for (int j = 0; j < Base::dq_column_tiles; ++j) {
         unsigned four[4];
         ptx::ld_shared_v4(
-            four, Base::sums_address() + Fragments::fragment_offset(0, 0, j, 0) * int(sizeof(float)));
+            four,
+            Base::sums_address() + Fragments::fragment_offset(0, 0, j, 0) * int(sizeof(float)));
 #pragma unroll
         for (int c = 0; c < 4; ++c) sums[4 * j + c] += __uint_as_float(four[c]);
       }

@@ -115,8 +115,8 @@ struct HopperGradientCta {
   // A slab of dq sums is a box of k, because a matrix descriptor cannot start within a box.
   using Fragments = WarpgroupFragments<Br, dim, KeyTile::box_columns, consumers>;
 
-  // Returns the number of dq columns that a consumer computes. If consumers have the same rows, they
-  // divide the slabs, and the first consumer computes an odd one.
+  // Returns the number of dq columns that a consumer computes. Consumers with the same rows divide
+  // the slabs, and the first consumer computes an odd one.
   static constexpr int dq_columns(int consumer) {
     if (Fragments::by_rows) return dim;
     return (KeyTile::boxes + 1 - consumer) / 2 * KeyTile::box_columns;
@@ -127,7 +127,8 @@ struct HopperGradientCta {
   }
   static constexpr int dq_offset(int consumer) { return consumer * 64 * dq_columns(0); }
 
-  // Whether consumers write the dq sums to shared memory, from which TMA adds them to global memory.
+  // Whether consumers write the dq sums to shared memory, from where TMA adds them to global
+  // memory.
   static constexpr bool buffers_dq = wants_q && (!wide || Config::buffers_dq);
 
   // Shared memory: k, v, the rings of q and dout, dS, the dq sums, P (for wide heads), row
@@ -145,8 +146,8 @@ struct HopperGradientCta {
   static constexpr int stats_bytes = 2 * Br * int(sizeof(float));
   static constexpr int barrier_offset = stats_offset + Config::q_stages * stats_bytes;
   static constexpr int ring_barriers = 2 * (Config::q_stages + Config::dout_stages);
-  // Barriers of k and v (3), of dq sums or the semaphore (6 at most), and of earlier dq sums or, for
-  // wide heads, P and dS (4 at most).
+  // Barriers of k and v (3), of the dq sums or the semaphore (6 at most), and of the earlier dq
+  // sums or, for wide heads, P and dS (4 at most).
   static constexpr int sums_stages = 2;
   static constexpr int other_barriers = 3 + 6 + 4;
   static_assert(ds_stages <= 2, "barriers are counted for two stages");

@@ -1,15 +1,27 @@
 // Consumers of the Hopper gradient kernel for wide heads: dk and dv of 64 keys exceed the registers
 // of a warpgroup. Both consumers have the CTA's keys: one sums dv, the other dk, and each computes
-// half of the columns of dq, in one or two chunks. P goes from the dv consumer to the dk consumer
-// through shared memory, and dS back. The additions of dq overlap the next products:
+// one or two slabs of 64 columns of dq, in chunks of a slab. P goes from the dv consumer to the dk
+// consumer through shared memory, and dS back. The additions of dq overlap the next products:
 //
 //   dv consumer   P(i) -> dV(i) ...... dQ(i), first  | dQ(i), second | S(i + 1)
 //   dk consumer   ......... dS(i) -> dK(i)  dQ(i), first | dQ(i), second | dP(i + 1)
 //                    P        dS                       add first       add second
 //
-// dq is added to global memory from registers, as shared memory has neither space nor bandwidth.
+// With two exchange buffers, the dv consumer computes P a tile ahead, so that its exponentials
+// overlap dV(i) and the products of the dk consumer:
 //
-// Two lanes of the producer warpgroup operate the dq semaphore for the consumers:
+//   dv consumer   S(i + 1) dV(i) | P(i + 1) | dQ(i), first | dQ(i), second
+//   dk consumer   ...... dS(i) -> dK(i)  dQ(i), first | dQ(i), second | dP(i + 1)
+//
+// No barrier signals that a buffer is empty. The dv consumer writes P to a buffer once dS of the
+// tile that used it has arrived, and the dk consumer wrote that dS after it had read P. The dk
+// consumer writes dS once P of the same tile has arrived, and the dv consumer sent that P after its
+// products with the dS that used the buffer.
+//
+// If `buffers_dq`, the consumers write dq to shared memory, and adder lanes add it to global memory
+// (`HopperGradientAdder`). For the widest heads, shared memory has neither space nor bandwidth, so
+// the consumers add from registers. Two lanes of the producer warpgroup then operate the dq
+// semaphore for them:
 //
 //   semaphore lane  acquires the semaphore       | both have added: releases it
 //   consumers       semaphore_acquired -> add, dq_added
@@ -41,8 +53,8 @@ struct HopperWideProducts : HopperGradientProducts<Config, DqColumns> {
 
   using Base::Base;
 
-  // Completes the consumer's columns of dq, whose first chunk is in flight, and adds them to memory.
-  // `next()` issues the next tile's product before the last addition, so that they overlap.
+  // Completes the consumer's columns of dq, whose first chunk is in flight, and adds them. `next()`
+  // issues the next tile's product before the last addition, so that they overlap.
   template <class Next>
   __device__ void add_dq(DqPart& first, const Step& step, Next next) {
     Base::template wait<0>(first);
@@ -59,8 +71,8 @@ struct HopperWideProducts : HopperGradientProducts<Config, DqColumns> {
     }
   }
 
-  // Writes a chunk of dq to the consumer's buffer or, without buffers, adds it to global memory once
-  // the CTA holds the semaphore.
+  // Writes a chunk of dq to the consumer's buffer or, without buffers, adds it to global memory
+  // once the CTA holds the semaphore.
   template <int Chunk>
   __device__ void add(const DqPart& sums, const Step& step) {
     static_assert(Base::dq_chunks <= 2, "at most two chunks");
@@ -101,7 +113,7 @@ struct HopperWideProducts : HopperGradientProducts<Config, DqColumns> {
     }
   }
 
-  // Returns the address of the lane's i-th four registers of P in a stage of the exchange buffer.
+  // Returns the offset of the lane's i-th four registers of P in a stage of the exchange buffer.
   __device__ static unsigned p_tile_offset(int i) { return (i * 128 + threadIdx.x % 128) * 16; }
 };
 
@@ -165,8 +177,8 @@ struct HopperValueConsumer
     q_ring.advance();
   }
 
-  // Processes a tile whose scores or, if `ahead`, whose P are complete. Unless `Last`, also completes
-  // those of the next tile.
+  // Processes a tile whose scores or, if `ahead`, whose P are complete. Unless `Last`, also
+  // completes those of the next tile.
   template <bool Last>
   __device__ void process_tile(const Step& step) {
     constexpr bool has_next_p = ahead && !Last;
@@ -199,6 +211,7 @@ struct HopperValueConsumer
     ds_ring.advance();
     if constexpr (!ahead && !Last) wait_next<0>(next);
     if constexpr (has_next_p) {
+      // The compiler must not move these copies up: dV reads `left_p` until its product is complete.
 #pragma unroll
       for (int i = 0; i < columns / 4; ++i) left_p[i] = ptx::mov(next_p[i]);
     }

@@ -116,8 +116,8 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
     def candidates(self, problem: Problem, device: Device) -> Iterator[HopperBackwardTile]:
         stages = (1, 2, 3), (1, 2)
         if _is_wide(problem):
-            for fields in itertools.product(*stages, (1, 2), (0, 1)):
-                yield HopperBackwardTile(WARPGROUP_ROWS, WARPGROUP_ROWS, 64, *fields)
+            for wide_fields in itertools.product(*stages, (1, 2), (0, 1)):
+                yield HopperBackwardTile(WARPGROUP_ROWS, WARPGROUP_ROWS, 64, *wide_fields)
         else:
             for Br, *fields in itertools.product((64, 128), *stages):
                 yield HopperBackwardTile(Br, 2 * WARPGROUP_ROWS, 64, *fields)

@@ -54,17 +54,23 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
     if (warp == 1) HopperRowStatsLoader<Config>{cta}.load_all();
     if constexpr (Config::wants_q) {
       if (warp >= 2 && is_first) {
-        if constexpr (Config::wide) {
-          HopperSemaphoreWarp<Config>{cta, warp - 2}.run();
-        } else {
+        if constexpr (Cta::buffers_dq) {
           HopperGradientAdder<Config>{cta, warp - 2}.run();
+        } else {
+          HopperSemaphoreWarp<Config>{cta, warp - 2}.run();
         }
       }
     }
   } else {
     ptx::setmaxnreg_inc<Config::consumer_registers>();
     if constexpr (!Config::wide) {
-      HopperGradientConsumer<Config>(cta, warp / 4 - 1).run();
+      if constexpr (Cta::dq_columns(0) == Cta::dq_columns(1)) {
+        HopperGradientConsumer<Config, Cta::dq_columns(0)>(cta, warp / 4 - 1).run();
+      } else if (warp / 4 == 1) {
+        HopperGradientConsumer<Config, Cta::dq_columns(0)>(cta, 0).run();
+      } else {
+        HopperGradientConsumer<Config, Cta::dq_columns(1)>(cta, 1).run();
+      }
     } else if (warp / 4 == 1) {
       HopperValueConsumer<Config>(cta, 0).run();
     } else {

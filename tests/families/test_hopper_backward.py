@@ -107,12 +107,12 @@ def test_heads_over_256_columns_are_refused() -> None:
         assert hopper.why_not(problem(head_dim, head_dim_v=head_dim_v), h100) == reason
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_the_search_space_is_small_and_holds_the_default(head_dim: int) -> None:
     of = problem(head_dim)
     tiles = list(hopper.tiles(of, h100))
     assert hopper.default_tile(of, h100) in tiles
-    assert len(tiles) < 20
+    assert len(tiles) < 24
 
 
 @pytest.mark.parametrize(
@@ -123,6 +123,8 @@ def test_the_search_space_is_small_and_holds_the_default(head_dim: int) -> None:
         (HopperBackwardTile(64, 128, columns=24), "columns is 24"),
         (HopperBackwardTile(64, 128, q_stages=1), "q_stages is 1; expected at least 2"),
         (HopperBackwardTile(64, 128, dout_stages=0), "dout_stages is 0; expected at least 1"),
+        (HopperBackwardTile(64, 128, exchange_stages=2), "exchange_stages is 2; expected 1"),
+        (HopperBackwardTile(64, 128, buffers_dq=1), "buffers_dq is 1; expected 0"),
         (HopperBackwardTile(128, 128), "shared memory"),
     ],
 )
@@ -137,8 +139,69 @@ def test_tensor_maps_are_of_what_is_read_and_boxes_are_tiles() -> None:
     assert list(maps) == ["q", "k", "v", "dout"]
     assert maps["dout"].shape == (96, 1000, 16, 4)
     assert maps["k"].shape == (96, 500, 4, 4)
-    assert maps["q"].box == (64, tile.Br)
-    assert maps["v"].box == (64, tile.Bc)
+    assert maps["q"].box == (32, tile.Br)
+    assert maps["v"].box == (32, tile.Bc)
+    boxes = {
+        dims: (maps["q"].box[0], maps["dout"].box[0])
+        for dims in ((64, 64), (64, 96), (80, 40), (96, 128), (128, 128), (192, 96))
+        for maps in [schedule_of(problem(*dims)).tensor_maps]
+    }
+    assert boxes == {
+        (64, 64): (64, 64),
+        (64, 96): (64, 32),
+        (80, 40): (32, 64),
+        (96, 128): (64, 64),
+        (128, 128): (64, 64),
+        (192, 96): (64, 64),
+    }
+
+
+@pytest.mark.parametrize(
+    ("dims", "padded"),
+    [
+        ((8, 8), (64, 64)),
+        ((72, 72), (96, 96)),
+        ((96, 40), (96, 64)),
+        ((104, 104), (128, 128)),
+        ((80, 128), (128, 128)),
+        ((136, 136), (192, 192)),
+        ((192, 128), (192, 128)),
+        ((64, 192), (128, 192)),
+        ((200, 200), (256, 256)),
+    ],
+)
+def test_columns_are_whole_boxes_and_no_more(
+    dims: tuple[int, int], padded: tuple[int, int]
+) -> None:
+    of = problem(*dims)
+    tile = hopper.default_tile(of, h100)
+    config = hopper.config(of, tile, schedule_of(of).split)
+    assert (config["padded_dim"], config["padded_dim_v"]) == padded
+
+
+def test_wide_heads_have_the_buffers_that_shared_memory_has_space_for() -> None:
+    plain = HopperBackwardTile(64, 64)
+    assert hopper.default_tile(problem(256), h100) == plain
+    buffered = dataclasses.replace(plain, exchange_stages=2, buffers_dq=1)
+    assert hopper.default_tile(problem(192), h100) == buffered
+    more = dataclasses.replace(buffered, q_stages=3)
+    assert hopper.default_tile(problem(192, 128), h100) == more
+    added = hopper.shared_memory(problem(192), buffered) - hopper.shared_memory(problem(192), plain)
+    assert added == 2 * 64 * 64 * 2 + 64 * 192 * 4
+
+
+@pytest.mark.parametrize(
+    ("tile", "reason"),
+    [
+        (HopperBackwardTile(64, 64, exchange_stages=3), "exchange_stages is 3; expected 1 or 2"),
+        (HopperBackwardTile(64, 64, buffers_dq=2), "buffers_dq is 2; expected 0 or 1"),
+        (HopperBackwardTile(64, 128), "Bc is 128; expected 64"),
+    ],
+)
+def test_a_tile_of_wide_heads_that_cannot_be_launched_has_a_reason(
+    tile: HopperBackwardTile, reason: str
+) -> None:
+    assert reason in (hopper.why_not_tile(problem(192), h100, tile) or "")
 
 
 def test_nobody_adds_what_nobody_wants() -> None:

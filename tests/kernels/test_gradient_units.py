@@ -33,9 +33,13 @@ OFFSETS = {"window_size": (99, 40), "q_offset": np.array([64], np.int32)}
 # Tuples of family, architecture, dtype, head_dim, limit of spilled bytes, options.
 UNITS: list[tuple[str, str, str, int, int, dict[str, Any]]] = [
     ("hopper", "sm_90", "float16", 128, 52, {"window_size": (99, 0), "softcap": 30.0}),
+    ("hopper", "sm_90", "bfloat16", 80, 0, {"causal": True}),
+    ("hopper", "sm_90", "bfloat16", 96, 0, {}),
+    ("hopper", "sm_90", "bfloat16", 192, 0, {"causal": True}),
     ("hopper", "sm_90", "bfloat16", 256, 0, {"causal": True}),
     ("hopper", "sm_90", "bfloat16", 64, 56, {"seqlens_k": LENGTHS}),
     ("hopper", "sm_90", "bfloat16", 128, 28, {"seqlens_k": LENGTHS}),
+    ("hopper", "sm_90", "bfloat16", 96, 40, {"seqlens_k": LENGTHS}),
     ("hopper", "sm_90", "bfloat16", 192, 220, {"seqlens_k": LENGTHS}),
     ("hopper", "sm_90", "bfloat16", 128, 256, PREFIX),
     ("mma", "sm_80", "bfloat16", 64, 72, PREFIX),

@@ -31,8 +31,10 @@ from cupy_flash.problem.gradient import ROWS
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
 
-# Number of columns of a TMA box, which is 128 bytes wide.
+# Number of columns of a TMA box, which is 128 bytes wide. If both head dims are at most 96, one of
+# more than 64 takes three boxes of half that width instead of two (tile/tma_tile.cuh).
 _BOX_COLUMNS = 64
+_WIDEST_OF_HALF_BOXES = 96
 # Largest head_dim and head_dim_v that the family serves.
 _WIDEST = 256
 # Largest head dim for which a consumer warpgroup holds both dk and dv of 64 keys.
@@ -40,19 +42,21 @@ _WIDEST_WHOLE = 128
 # Number of registers of a producer thread and of a consumer thread. Together, the warpgroups take
 # what the launch allocates, 168 for each of 384 threads.
 _REGISTERS = (24, 240)
-# The same numbers for wide heads in varlen: with 24 registers, producer warps spill, and a loop is
-# miscompiled.
-_WIDE_REGISTERS_OF_SEQUENCES = (40, 232)
+# The same numbers for wide heads in varlen or with dq buffers, and for TMA boxes of 64 bytes: with
+# 24 registers, producer warps spill, and for wide heads in varlen, a loop is miscompiled.
+_MORE_PRODUCER_REGISTERS = (40, 232)
 # Number of registers of a consumer thread besides accumulators and operands: addresses and state.
 _STATE_REGISTERS = 24
 # Number of barriers in addition to those of the ring stages.
-_OTHER_BARRIERS = 11
+_OTHER_BARRIERS = 13
 # Size in bytes of `HopperGradientBlockInfo`: a thread block's keys and its range of query tiles.
 _BLOCK_INFO_BYTES = 96
 # Size in bytes of the statistics of a query row: its log-sum-exp and delta.
 _ROW_STATS_BYTES = 8
 # Number of dS tiles that consumers exchange: while one is written, products still read the other.
 _PAIR_STAGES = 2
+# Fields of a tile that are members of `Config`.
+_TILE_MEMBERS = "Br Bc columns q_stages dout_stages exchange_stages buffers_dq"
 # Number of threads of the kernel that converts the dq accumulator to dq.
 _SUM_THREADS = 256
 
@@ -70,11 +74,19 @@ class HopperBackwardTile(Tile):
         Number of query rows for which a consumer computes scores at once.
     q_stages, dout_stages
         Number of tiles of q, and of dout, in shared memory.
+    exchange_stages
+        Number of buffers through which the consumers of wide heads exchange P and dS: with 2, P is
+        computed a tile ahead. Narrow heads take 1.
+    buffers_dq
+        For wide heads, whether dq sums are added from buffers in shared memory (1) or from
+        registers (0). Narrow heads take 0, and always have these buffers.
     """
 
     columns: int = 64
     q_stages: int = 2
     dout_stages: int = 2
+    exchange_stages: int = 1
+    buffers_dq: int = 0
 
 
 class HopperBackwardFamily(Family[HopperBackwardTile]):
@@ -106,9 +118,13 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         return None
 
     def candidates(self, problem: Problem, device: Device) -> Iterator[HopperBackwardTile]:
-        Bc = WARPGROUP_ROWS if _is_wide(problem) else 2 * WARPGROUP_ROWS
-        for Br, q_stages, dout_stages in itertools.product((64, 128), (1, 2, 3), (1, 2)):
-            yield HopperBackwardTile(Br, Bc, 64, q_stages, dout_stages)
+        stages = (1, 2, 3), (1, 2)
+        if _is_wide(problem):
+            for wide_fields in itertools.product(*stages, (1, 2), (0, 1)):
+                yield HopperBackwardTile(WARPGROUP_ROWS, WARPGROUP_ROWS, 64, *wide_fields)
+        else:
+            for Br, *fields in itertools.product((64, 128), *stages):
+                yield HopperBackwardTile(Br, 2 * WARPGROUP_ROWS, 64, *fields)
 
     def why_not_tile(
         self, problem: Problem, device: Device, tile: HopperBackwardTile
@@ -123,17 +139,23 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             return f"columns is {tile.columns}; expected a multiple of 16 that divides {tile.Br}"
         if wide and not tile.Br == tile.columns == WARPGROUP_ROWS:
             return f"Br and columns are {tile.Br} and {tile.columns}; expected {WARPGROUP_ROWS}"
+        if tile.exchange_stages not in ((1, 2) if wide else (1,)):
+            expected = "1 or 2" if wide else "1"
+            return f"exchange_stages is {tile.exchange_stages}; expected {expected}"
+        if tile.buffers_dq not in ((0, 1) if wide else (0,)):
+            expected = "0 or 1" if wide else "0"
+            return f"buffers_dq is {tile.buffers_dq}; expected {expected}"
         # For narrow heads, consumers wait for the next query tile before they release the last one.
         least = 1 if wide else 2
         if tile.q_stages < least:
             return f"q_stages is {tile.q_stages}; expected at least {least}"
         if tile.dout_stages < 1:
             return f"dout_stages is {tile.dout_stages}; expected at least 1"
-        if tile.Br == WARPGROUP_ROWS and _padded_dims(problem)[0] < 2 * _BOX_COLUMNS:
+        if tile.Br == WARPGROUP_ROWS and _padded_dims(problem)[0] <= _BOX_COLUMNS:
             return f"Br is {tile.Br}; expected {2 * WARPGROUP_ROWS} for head_dim {problem.head_dim}"
         if reason := why_not_shared_memory(device, self.shared_memory(problem, tile)):
             return reason
-        need, most = self._registers(problem, tile), _register_split(problem)[1]
+        need, most = self._registers(problem, tile), _register_split(problem, tile)[1]
         if need > most:
             return f"needs about {need} registers per thread; {most} are available"
         return backward_common.why_not_grid(problem, tile.Bc, tile.Br)
@@ -142,8 +164,10 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         """Return a lower bound: dk and dv; S, dP and P as an operand; loop state."""
         dim, dim_v = _padded_dims(problem)
         if _is_wide(problem):
-            # A consumer holds either dk or dv, and half of the columns of dq.
-            return max(dim, dim_v) // 2 + dim // 4 + tile.columns // 4 + _STATE_REGISTERS
+            # A consumer holds either dk or dv, and up to two slabs of dq.
+            slabs = ceil_div(dim // _BOX_COLUMNS, 2)
+            sums = max(dim, dim_v) + slabs * _BOX_COLUMNS
+            return sums // 2 + tile.columns // 4 + _STATE_REGISTERS
         return (dim + dim_v) // 2 + tile.columns * 5 // 4 + _STATE_REGISTERS
 
     def preferred_tiles(self, problem: Problem, device: Device) -> Iterable[HopperBackwardTile]:
@@ -160,9 +184,11 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         pairs = tile.Br * tile.Bc * size
         if _is_wide(problem):
             # P is always stored, and dS only if dq is computed.
-            total += (2 if gradient.wants("q") else 1) * pairs
+            total += (2 if gradient.wants("q") else 1) * tile.exchange_stages * pairs
         elif gradient.wants("q"):
-            total += _PAIR_STAGES * pairs + tile.Br * dim * 4
+            total += _PAIR_STAGES * pairs
+        if gradient.wants("q") and (tile.buffers_dq or not _is_wide(problem)):
+            total += tile.Br * dim * 4
         slots = tile.q_stages + tile.dout_stages
         # Each stage has barriers for full and empty and, if tiles are inspected, for arrived.
         arrives = not problem.layout.is_dense or backward_common.inspects(problem)
@@ -209,9 +235,9 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
     ) -> dict[str, int | bool]:
         gradient = problem.gradient_spec
         dim, dim_v = _padded_dims(problem)
-        producer_registers, consumer_registers = _register_split(problem)
+        producer_registers, consumer_registers = _register_split(problem, tile)
         return {
-            **tile_members(tile, "Br Bc columns q_stages dout_stages"),
+            **tile_members(tile, _TILE_MEMBERS),
             "padded_dim": dim,
             "padded_dim_v": dim_v,
             "producer_registers": producer_registers,
@@ -277,26 +303,45 @@ def _ascending_blocks(problem: Problem, device: Device, blocks: int, keys: int) 
     return max(0, blocks - max(1, round(2 * device.sm_count / tiles)) * tiles)
 
 
-def _register_split(problem: Problem) -> tuple[int, int]:
-    spills = _is_wide(problem) and not problem.layout.is_dense
-    return _WIDE_REGISTERS_OF_SEQUENCES if spills else _REGISTERS
+def _register_split(problem: Problem, tile: HopperBackwardTile) -> tuple[int, int]:
+    if _is_wide(problem):
+        spills = tile.buffers_dq or not problem.layout.is_dense
+    else:
+        spills = any(dim % _BOX_COLUMNS for dim in _padded_dims(problem))
+    return _MORE_PRODUCER_REGISTERS if spills else _REGISTERS
 
 
 def _padded_dims(problem: Problem) -> tuple[int, int]:
     """Return the number of columns of q and k, and of v and dout, in shared memory.
 
-    For wide heads, each consumer computes half of the columns of dq, in whole boxes.
+    For wide heads, each consumer computes at least one box of columns of dq.
     """
-    unit = 2 * _BOX_COLUMNS if _is_wide(problem) else _BOX_COLUMNS
-    return round_up(problem.head_dim, unit), round_up(problem.head_dim_v, _BOX_COLUMNS)
+    dims = problem.head_dim, problem.head_dim_v
+    may_halve = max(dims) <= _WIDEST_OF_HALF_BOXES
+    dim, dim_v = (
+        round_up(n, _BOX_COLUMNS // 2 if may_halve and n > _BOX_COLUMNS else _BOX_COLUMNS)
+        for n in dims
+    )
+    return (max(dim, 2 * _BOX_COLUMNS) if _is_wide(problem) else dim), dim_v
+
+
+def _box_columns(padded_dim: int) -> int:
+    """Return the number of columns of a TMA box of a tile with this number of columns."""
+    return _BOX_COLUMNS // 2 if padded_dim % _BOX_COLUMNS else _BOX_COLUMNS
 
 
 def _tensor_maps(problem: Problem, tile: HopperBackwardTile) -> dict[str, TensorMapSpec]:
     maps = {}
-    for name, rows in (("q", tile.Br), ("k", tile.Bc), ("v", tile.Bc), ("dout", tile.Br)):
+    padded_dim, padded_dim_v = _padded_dims(problem)
+    for name, rows, columns in (
+        ("q", tile.Br, padded_dim),
+        ("k", tile.Bc, padded_dim),
+        ("v", tile.Bc, padded_dim_v),
+        ("dout", tile.Br, padded_dim_v),
+    ):
         batch, length, heads, dim = problem.shape_of("out" if name == "dout" else name)
         shape, strides = (dim, length, heads, batch), problem.tensors[name].strides
-        maps[name] = map_spec(problem, shape, strides, (_BOX_COLUMNS, rows))
+        maps[name] = map_spec(problem, shape, strides, (_box_columns(columns), rows))
     return maps
 
 
@@ -319,7 +364,8 @@ def _preferred_tiles(problem: Problem) -> tuple[HopperBackwardTile, ...]:
     """Return tiles from the best to the worst, by resource arithmetic without measurements."""
     tile = HopperBackwardTile
     if _is_wide(problem):
-        return (tile(64, 64),)
+        buffered = [tile(64, 64, 64, n, exchange_stages=2, buffers_dq=1) for n in (3, 2)]
+        return (*buffered, tile(64, 64))
     if _padded_dims(problem)[0] <= 64:
         return (tile(128, 128), tile(128, 128, dout_stages=1))
     return (tile(64, 128, q_stages=3), tile(64, 128))

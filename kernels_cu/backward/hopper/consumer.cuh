@@ -26,9 +26,9 @@
 
 #if __CUDA_ARCH__ == 900
 
-template <class Config>
-struct HopperGradientConsumer : HopperGradientProducts<Config> {
-  using Base = HopperGradientProducts<Config>;
+template <class Config, int DqColumns>
+struct HopperGradientConsumer : HopperGradientProducts<Config, DqColumns> {
+  using Base = HopperGradientProducts<Config, DqColumns>;
   using Base::single_pass, Base::wants_ds, Base::wants_k, Base::wants_q, Base::wants_v;
   using Base::columns, Base::dim, Base::dim_v, Base::parts;
   using Base::consumer, Base::cta, Base::dout_ring, Base::q_ring;
@@ -44,8 +44,6 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
   static constexpr bool keeps_keys = dim <= 64 && dim_v <= 64;
   static constexpr bool ahead = keeps_keys;
 
-  int sums_phase = 1;
-  int sums_stage = 0;
   int earlier_sums_phase = 0;
   float dk_sums[dim / 2];
   float dv_sums[dim_v / 2];
@@ -151,6 +149,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
       ptx::fence_proxy_async();
       Cta::sync_consumers();
       Base::template start_dq<0>(dq_part);
+      Base::ds_ring.advance();
     }
     if constexpr (wants_k) Base::start_dk(dk_sums, left_ds, Part);
     Base::template wait<int(computes_dq) + int(wants_k)>(dv_sums);
@@ -166,10 +165,10 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
         if (cta.is_last_cta(step.tile)) {
           finish_dq(dq_part, step, stage);
         } else {
-          write_dq_sums(dq_part);
+          Base::template write_dq_sums<0>(dq_part);
         }
       } else {
-        write_dq_sums(dq_part);
+        Base::template write_dq_sums<0>(dq_part);
       }
     }
     if constexpr (has_next && !ahead) {
@@ -228,49 +227,24 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     Base::add_p_sums(scores);
   }
 
-  __device__ unsigned sums_address() const {
-    return cta.sums_address(consumer) +
-           Fragments::fragment_offset(threadIdx.x / 32 % 4, 0, 0, threadIdx.x % 32) *
-               int(sizeof(float));
-  }
-  __device__ void arrive_sums_full() {
-    arrive_warp(cta.sums_full(consumer, sums_stage));
-    sums_stage ^= 1;
-    sums_phase ^= 1;
-  }
-
-  // Writes the dq sums to shared memory for the adder lane, in accumulator order.
-  __device__ void write_dq_sums(const DqPart& sums) {
-    ptx::mbarrier_wait(cta.sums_empty(consumer), sums_phase);
-#pragma unroll
-    for (int j = 0; j < Fragments::column_tiles; ++j) {
-      unsigned four[4];
-#pragma unroll
-      for (int c = 0; c < 4; ++c) four[c] = __float_as_uint(sums[4 * j + c]);
-      ptx::st_shared_v4(
-          sums_address() + Fragments::fragment_offset(0, 0, j, 0) * int(sizeof(float)), four);
-    }
-    ptx::fence_proxy_async();
-    arrive_sums_full();
-  }
-
   // Adds the earlier CTAs' sums and writes dq. `stage` is the stage of q and of its row statistics.
   __device__ void finish_dq(DqPart& sums, const Step& step, int stage) {
     ptx::mbarrier_wait(cta.earlier_sums_full(consumer), earlier_sums_phase);
     earlier_sums_phase ^= 1;
     if (cta.order_index(step.tile) > 0) {
 #pragma unroll
-      for (int j = 0; j < Fragments::column_tiles; ++j) {
+      for (int j = 0; j < Base::dq_column_tiles; ++j) {
         unsigned four[4];
         ptx::ld_shared_v4(
-            four, sums_address() + Fragments::fragment_offset(0, 0, j, 0) * int(sizeof(float)));
+            four,
+            Base::sums_address() + Fragments::fragment_offset(0, 0, j, 0) * int(sizeof(float)));
 #pragma unroll
         for (int c = 0; c < 4; ++c) sums[4 * j + c] += __uint_as_float(four[c]);
       }
       // These reads must complete before TMA overwrites the buffer.
       ptx::fence_proxy_async();
     }
-    arrive_sums_full();
+    Base::arrive_sums_full();
     Base::write_dq(sums, step, stage);
   }
 };

@@ -10,8 +10,8 @@
 //     warpgroups        sums_empty                     write their dq sums    sums_full
 //                       earlier_sums_full              write dq               sums_full
 //
-// For wide heads (split_consumers.cuh) consumers add dq to memory, and the two adder lanes only
-// operate the semaphore.
+// For wide heads (split_consumers.cuh) without a dq buffer, consumers add dq to memory, and the two
+// adder lanes only operate the semaphore.
 //
 // A tile may contain rows past the end of its sequence, which belong to other sequences or are
 // padding, and query rows that attend to no key. If so, TMA loads arrive at separate barriers
@@ -40,25 +40,28 @@ struct GradientMaps {
 
 #if __CUDA_ARCH__ == 900
 
-// Layout of the dq sums: the accumulators of the consumers. Each consumer has some of the rows or,
-// if a tile has only 64 rows, some of the columns. See `DqFragments`.
-template <int Rows, int Columns, int consumers>
+// Layout of the dq sums: slabs of columns, which are stored consecutively, as accumulators of the
+// consumers. Each consumer has some of the rows or, if a tile has only 64 rows, some of the slabs.
+// See `DqFragments`; its warps are those of the kernel that converts the sums.
+template <int Rows, int Columns, int SlabColumns, int consumers>
 struct WarpgroupFragments {
   static constexpr bool by_rows = Rows == 64 * consumers;
   static_assert(by_rows || Rows == 64, "a consumer multiplies 64 rows");
   static constexpr int warps = 4 * consumers;
+  static constexpr int row_warps = Rows / 16;
   static constexpr int row_tiles = 1;
-  static constexpr int columns = by_rows ? Columns : Columns / consumers;  // of one consumer
-  static constexpr int column_tiles = columns / 8;
+  static constexpr int column_tiles = Columns / 8 * row_warps / warps;
+  static constexpr int slab_tiles = (by_rows ? Columns : SlabColumns) / 8;
   static constexpr int64 floats = int64(Rows) * Columns;
-  static constexpr int bytes_of_consumer = 64 * columns * 4;
 
   __device__ static int fragment_offset(int warp, int, int j, int lane) {
-    return ((warp * column_tiles + j) * 32 + lane) * 4;
+    const int tile = column(warp, j) / 8;
+    const int first_tile = (tile / slab_tiles * row_warps + warp % row_warps) * slab_tiles;
+    return ((first_tile + tile % slab_tiles) * 32 + lane) * 4;
   }
-  __device__ static int row(int warp, int) { return by_rows ? warp * 16 : warp % 4 * 16; }
+  __device__ static int row(int warp, int) { return warp % row_warps * 16; }
   __device__ static int column(int warp, int j) {
-    return (by_rows ? 0 : warp / 4 * columns) + j * 8;
+    return (warp / row_warps * column_tiles + j) * 8;
   }
 };
 
@@ -114,27 +117,45 @@ struct HopperGradientCta {
   using DoutTile = TmaTile<Br, dim_v>;
   // dS: queries by keys, one TMA box for each consumer's keys.
   using DsTile = TmaTile<Br, Bc>;
-  using Fragments = WarpgroupFragments<Br, dim, consumers>;
-  static_assert(KeyTile::box_row_bytes == 128 && ValueTile::box_row_bytes == 128,
-                "boxes of 64 columns");
+  // A slab of dq sums is a box of k, because a matrix descriptor cannot start within a box.
+  using Fragments = WarpgroupFragments<Br, dim, KeyTile::box_columns, consumers>;
 
-  // Shared memory: k, v, the rings of q and dout, dS, the dq sums (or P, for wide heads), row
+  // Returns the number of dq columns that a consumer computes. Consumers with the same rows divide
+  // the slabs, and the first consumer computes an odd one.
+  static constexpr int dq_columns(int consumer) {
+    if (Fragments::by_rows) return dim;
+    return (KeyTile::boxes + 1 - consumer) / 2 * KeyTile::box_columns;
+  }
+  // Returns the first of these columns, and the offset of the consumer's dq sums in a tile.
+  static constexpr int first_dq_column(int consumer) {
+    return Fragments::by_rows ? 0 : consumer * dq_columns(0);
+  }
+  static constexpr int dq_offset(int consumer) { return consumer * 64 * dq_columns(0); }
+
+  // Whether consumers write the dq sums to shared memory, from where TMA adds them to global
+  // memory.
+  static constexpr bool buffers_dq = wants_q && (!wide || Config::buffers_dq);
+
+  // Shared memory: k, v, the rings of q and dout, dS, the dq sums, P (for wide heads), row
   // statistics, barriers and `HopperGradientBlockInfo`.
   static constexpr int value_offset = KeyTile::bytes;
   static constexpr int query_offset = value_offset + ValueTile::bytes;
   static constexpr int dout_offset = query_offset + Config::q_stages * QueryTile::bytes;
   static constexpr int ds_offset = dout_offset + Config::dout_stages * DoutTile::bytes;
-  static constexpr int ds_stages = wide ? 1 : 2;
+  static constexpr int ds_stages = wide ? Config::exchange_stages : 2;
   static constexpr int sums_offset = ds_offset + (wants_q ? ds_stages * DsTile::bytes : 0);
+  static constexpr int p_tiles_offset =
+      sums_offset + (buffers_dq ? int(Fragments::floats * sizeof(float)) : 0);
   static constexpr int p_tile_bytes = Br * Bc * int(sizeof(Element));
-  static constexpr int sums_bytes = wide ? p_tile_bytes : wants_q ? int(Fragments::floats) * 4 : 0;
-  static constexpr int stats_offset = sums_offset + sums_bytes;
+  static constexpr int stats_offset = p_tiles_offset + (wide ? ds_stages * p_tile_bytes : 0);
   static constexpr int stats_bytes = 2 * Br * int(sizeof(float));
   static constexpr int barrier_offset = stats_offset + Config::q_stages * stats_bytes;
   static constexpr int ring_barriers = 2 * (Config::q_stages + Config::dout_stages);
-  // Barriers of k and v (3), and of dq sums or, for wide heads, P, dS and semaphore (8 at most).
+  // Barriers of k and v (3), of the dq sums or the semaphore (6 at most), and of the earlier dq
+  // sums or, for wide heads, P and dS (4 at most).
   static constexpr int sums_stages = 2;
-  static constexpr int other_barriers = 3 + 8;
+  static constexpr int other_barriers = 3 + 6 + 4;
+  static_assert(ds_stages <= 2, "barriers are counted for two stages");
   static_assert(consumers == 2, "barriers are counted for two consumers");
   static constexpr int arrived_barriers = Config::q_stages + Config::dout_stages;
   static constexpr int barriers =
@@ -234,9 +255,11 @@ struct HopperGradientCta {
     return shared + ds_offset + stage * DsTile::bytes;
   }
   __device__ unsigned sums_address(int consumer) const {
-    return shared + sums_offset + consumer * Fragments::bytes_of_consumer;
+    return shared + sums_offset + dq_offset(consumer) * int(sizeof(float));
   }
-  __device__ unsigned p_tile_address() const { return shared + sums_offset; }
+  __device__ unsigned p_tile_address(int stage) const {
+    return shared + p_tiles_offset + stage * p_tile_bytes;
+  }
   // Returns the row statistics of a stage: first lse_log2 of each row, then -delta of each row.
   __device__ float* stats(int stage) const {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -253,7 +276,7 @@ struct HopperGradientCta {
   __device__ unsigned keys_full() const { return barrier(ring_barriers); }
   __device__ unsigned keys_arrived() const { return barrier(ring_barriers + 1); }
   __device__ unsigned values_full() const { return barrier(ring_barriers + 2); }
-  // Barriers of consumers with separate keys. Each consumer has one buffer of dq sums. Two lanes
+  // Barriers of the dq buffers, if `buffers_dq`. Each consumer has one buffer. Two lanes
   // (`HopperGradientAdder`) add it to memory in alternate steps, and each lane waits at a
   // `sums_full` barrier of its own.
   __device__ unsigned sums_empty(int consumer) const {
@@ -265,13 +288,14 @@ struct HopperGradientCta {
   __device__ unsigned earlier_sums_full(int consumer) const {
     return barrier(ring_barriers + 3 + consumers + consumers * sums_stages + consumer);
   }
-  // Barriers of consumers with the same keys (split_consumers.cuh).
-  __device__ unsigned p_full() const { return barrier(ring_barriers + 3); }
-  __device__ unsigned ds_full() const { return barrier(ring_barriers + 4); }
+  // Barriers of consumers with the same keys (split_consumers.cuh). Those of the semaphore are used
+  // unless `buffers_dq`.
   __device__ unsigned semaphore_acquired(int stage) const {
-    return barrier(ring_barriers + 5 + stage);
+    return barrier(ring_barriers + 3 + stage);
   }
   __device__ unsigned dq_added(int stage) const { return semaphore_acquired(sums_stages + stage); }
+  __device__ unsigned p_full(int stage) const { return barrier(ring_barriers + 3 + 6 + stage); }
+  __device__ unsigned ds_full(int stage) const { return p_full(ds_stages + stage); }
   __device__ unsigned q_arrived(int stage) const {
     return barrier(ring_barriers + other_barriers + stage);
   }
@@ -295,19 +319,23 @@ struct HopperGradientCta {
     ptx::mbarrier_init(keys_arrived(), 1);
     ptx::mbarrier_init(values_full(), 1);
     if (wide) {
-      ptx::mbarrier_init(p_full(), 4);
-      ptx::mbarrier_init(ds_full(), 4);
-      for (int stage = 0; stage < sums_stages; ++stage) {
-        ptx::mbarrier_init(semaphore_acquired(stage), 1);
-        ptx::mbarrier_init(dq_added(stage), warps);
+      for (int stage = 0; stage < ds_stages; ++stage) {
+        ptx::mbarrier_init(p_full(stage), 4);
+        ptx::mbarrier_init(ds_full(stage), 4);
       }
-    } else {
+    }
+    if (buffers_dq) {
       for (int consumer = 0; consumer < consumers; ++consumer) {
         ptx::mbarrier_init(sums_empty(consumer), 1);
-        ptx::mbarrier_init(earlier_sums_full(consumer), 1);
+        if (last_writes) ptx::mbarrier_init(earlier_sums_full(consumer), 1);
         for (int stage = 0; stage < sums_stages; ++stage) {
           ptx::mbarrier_init(sums_full(consumer, stage), 4);
         }
+      }
+    } else {
+      for (int stage = 0; stage < sums_stages; ++stage) {
+        ptx::mbarrier_init(semaphore_acquired(stage), 1);
+        ptx::mbarrier_init(dq_added(stage), warps);
       }
     }
     ptx::fence_mbarrier_init();

@@ -167,7 +167,6 @@ struct HopperGradientAdder {
   using Cta = HopperGradientCta<Config>;
   using Step = typename Cta::Step;
   using Fragments = typename Cta::Fragments;
-  static constexpr int bytes = Fragments::bytes_of_consumer;
 
   const Cta& cta;
   const int lane_index;
@@ -201,11 +200,16 @@ struct HopperGradientAdder {
     phase ^= 1;
   }
 
+  static constexpr int sums_bytes(int consumer) {
+    return 64 * Cta::dq_columns(consumer) * int(sizeof(float));
+  }
+
   __device__ void add_sums(float* target, int order_index) {
 #pragma unroll
     for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
       ptx::mbarrier_wait(cta.sums_full(consumer, lane_index), phase);
-      float* part = target + consumer * (bytes / 4);
+      const int bytes = sums_bytes(consumer);
+      float* part = target + Cta::dq_offset(consumer);
       if (order_index == 0) {
         ptx::cp_async_bulk_store(part, cta.sums_address(consumer), bytes);
       } else {
@@ -232,8 +236,9 @@ struct HopperGradientAdder {
       if (order_index == 0) {
         ptx::mbarrier_arrive(cta.earlier_sums_full(consumer));
       } else {
+        const int bytes = sums_bytes(consumer);
         ptx::mbarrier_arrive_expect_tx(cta.earlier_sums_full(consumer), bytes);
-        ptx::cp_async_bulk(cta.sums_address(consumer), source + consumer * (bytes / 4), bytes,
+        ptx::cp_async_bulk(cta.sums_address(consumer), source + Cta::dq_offset(consumer), bytes,
                            cta.earlier_sums_full(consumer));
       }
     }

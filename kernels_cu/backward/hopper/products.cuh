@@ -20,7 +20,8 @@ struct Const {
   static constexpr bool value = Value;
 };
 
-template <class Config>
+// `DqColumns` is the number of dq columns that the consumer computes.
+template <class Config, int DqColumns>
 struct HopperGradientProducts {
   using Element = typename Config::Element;
   using Gradient = typename Config::Gradient;
@@ -54,9 +55,10 @@ struct HopperGradientProducts {
 
   using Scores = float[columns / 2];
   using LeftOperand = unsigned[columns / 4];
-  // Number of dq columns that a consumer computes at once.
-  static constexpr int dq_columns = Config::wide ? 64 : Fragments::columns;
-  static constexpr int dq_chunks = Fragments::columns / dq_columns;
+  // Number of dq columns that the consumer computes at once.
+  static constexpr int dq_columns = Config::wide ? 64 : DqColumns;
+  static constexpr int dq_chunks = DqColumns / dq_columns;
+  static constexpr int dq_column_tiles = dq_columns / 8;
   using DqPart = float[dq_columns / 2];
 
   const Cta& cta;
@@ -66,6 +68,8 @@ struct HopperGradientProducts {
   PipelineState<Config::dout_stages> dout_ring = {};
   PipelineState<Cta::ds_stages> ds_ring = {};
   float p_sums[2] = {};  // sums of P, to detect keys whose pairs are all masked
+  int sums_phase = 1;    // of the consumer's dq buffer
+  int sums_stage = 0;
 
   __device__ HopperGradientProducts(const Cta& cta, int consumer)
       : cta(cta),
@@ -201,14 +205,12 @@ struct HopperGradientProducts {
 
   // Issues dQ = dS K for the consumer's rows or, if it has all rows, for a chunk of its columns.
   template <int Chunk>
-  __device__ void start_dq(DqPart& sums) {
+  __device__ void start_dq(DqPart& sums) const {
     const unsigned rows = cta.ds_address(ds_ring.index) +
                           (Fragments::by_rows ? 64 * consumer * DsTile::box_row_bytes : 0);
     const unsigned keys =
-        cta.keys_address() + (Fragments::by_rows
-                                  ? 0
-                                  : (consumer * Fragments::columns + Chunk * dq_columns) /
-                                        KeyTile::box_columns * KeyTile::box_bytes);
+        cta.keys_address() + (Cta::first_dq_column(consumer) + Chunk * dq_columns) /
+                                 KeyTile::box_columns * KeyTile::box_bytes;
     const unsigned long long ds = DsTile::k_along_columns() + rows / 16;
     const unsigned long long k = KeyTile::k_along_rows() + keys / 16;
     ptx::pin(sums);
@@ -219,7 +221,6 @@ struct HopperGradientProducts {
                                                k + KeyTile::row_step(step) / 16, step != 0);
     }
     ptx::wgmma_commit_group();
-    if constexpr (Chunk == dq_chunks - 1) ds_ring.advance();
   }
 
   // Return the addresses of the consumer's first key in a KV tile, and of a part in a query tile.
@@ -376,11 +377,41 @@ struct HopperGradientProducts {
 
   // ---- dq of the consumer's part of a query tile.
 
+  __device__ unsigned sums_address() const {
+    return cta.sums_address(consumer) +
+           Fragments::fragment_offset(threadIdx.x / 32 % 4, 0, 0, threadIdx.x % 32) *
+               int(sizeof(float));
+  }
+  __device__ void arrive_sums_full() {
+    arrive_warp(cta.sums_full(consumer, sums_stage));
+    sums_stage ^= 1;
+    sums_phase ^= 1;
+  }
+
+  // Writes a chunk of the dq sums to the consumer's buffer, in accumulator order. The last chunk
+  // also signals the adder lane.
+  template <int Chunk>
+  __device__ void write_dq_sums(const DqPart& sums) {
+    if constexpr (Chunk == 0) ptx::mbarrier_wait(cta.sums_empty(consumer), sums_phase);
+#pragma unroll
+    for (int j = 0; j < dq_column_tiles; ++j) {
+      unsigned four[4];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) four[c] = __float_as_uint(sums[4 * j + c]);
+      const int offset = Fragments::fragment_offset(0, 0, j, 0) + 64 * Chunk * dq_columns;
+      ptx::st_shared_v4(sums_address() + offset * int(sizeof(float)), four);
+    }
+    if constexpr (Chunk == dq_chunks - 1) {
+      ptx::fence_proxy_async();
+      arrive_sums_full();
+    }
+  }
+
   __device__ void write_dq(DqPart& sums, const Step& step, int stage) const {
     const float scale = signed_scale<Config, float>(cta.p);
     const int warp = 4 * consumer + threadIdx.x / 32 % 4;
     const int lane = threadIdx.x % 32;
-    const int first_column = Fragments::column(warp, 0);
+    const int first_column = Cta::first_dq_column(warp / 4);
     Gradient* output = cta.p.dq.template head<Gradient>(cta.sequence.q_batch, step.head) +
                        (cta.sequence.q_first + int64(step.tile * Br)) * cta.p.dq.row_stride;
 #pragma unroll
@@ -390,20 +421,20 @@ struct HopperGradientProducts {
       // The sums of a row without visible keys may be NaN: 0 times the NaN key of another row.
       const bool is_visible = cta.stats(stage)[row_in_tile] != SoftmaxMath<float>::infinity() &&
                               cta.mask.visible_begin(row) < cta.mask.visible_end(row);
-      scale_row<Fragments::column_tiles>(sums + 2 * half, scale);
-      if (!is_visible) fill_row_from<Fragments::column_tiles>(sums + 2 * half, 0, 0);
+      scale_row<dq_column_tiles>(sums + 2 * half, scale);
+      if (!is_visible) fill_row_from<dq_column_tiles>(sums + 2 * half, 0, 0);
       Gradient* target = output + row_in_tile * cta.p.dq.row_stride;
       // Of each 16 columns, even lanes store four of the first eight, odd lanes four of the others.
       const int lane_column = first_column + lane % 2 * 8 + lane % 4 / 2 * 4;
-      Vector<Gradient, 4> chunks[Fragments::column_tiles / 2];
+      Vector<Gradient, 4> chunks[dq_column_tiles / 2];
 #pragma unroll
-      for (int i = 0; i < Fragments::column_tiles / 2; ++i) {
+      for (int i = 0; i < dq_column_tiles / 2; ++i) {
         const float* two = sums + 8 * i + 2 * half;
         chunks[i] = exchange(pack<Gradient>(two[0], two[1]), pack<Gradient>(two[4], two[5]));
       }
       if (row >= cta.sequence.seqlen_q) continue;
 #pragma unroll
-      for (int i = 0; i < Fragments::column_tiles / 2; ++i) {
+      for (int i = 0; i < dq_column_tiles / 2; ++i) {
         if (Config::head_dim < dim && first_column + 16 * i >= Config::head_dim) break;
         store_columns<Config::head_dim, Config::out_alignment>(
             target + lane_column + 16 * i, chunks[i], Config::head_dim - lane_column - 16 * i);

@@ -1,15 +1,27 @@
 // Consumers of the Hopper gradient kernel for wide heads: dk and dv of 64 keys exceed the registers
 // of a warpgroup. Both consumers have the CTA's keys: one sums dv, the other dk, and each computes
-// half of the columns of dq, in one or two chunks. P goes from the dv consumer to the dk consumer
-// through shared memory, and dS back. The additions of dq overlap the next products:
+// one or two slabs of 64 columns of dq, in chunks of a slab. P goes from the dv consumer to the dk
+// consumer through shared memory, and dS back. The additions of dq overlap the next products:
 //
 //   dv consumer   P(i) -> dV(i) ...... dQ(i), first  | dQ(i), second | S(i + 1)
 //   dk consumer   ......... dS(i) -> dK(i)  dQ(i), first | dQ(i), second | dP(i + 1)
 //                    P        dS                       add first       add second
 //
-// dq is added to global memory from registers, as shared memory has neither space nor bandwidth.
+// With two exchange buffers, the dv consumer computes P a tile ahead, so that its exponentials
+// overlap dV(i) and the products of the dk consumer:
 //
-// Two lanes of the producer warpgroup operate the dq semaphore for the consumers:
+//   dv consumer   S(i + 1) dV(i) | P(i + 1) | dQ(i), first | dQ(i), second
+//   dk consumer   ...... dS(i) -> dK(i)  dQ(i), first | dQ(i), second | dP(i + 1)
+//
+// No barrier signals that a buffer is empty. The dv consumer writes P to a buffer once dS of the
+// tile that used it has arrived, and the dk consumer wrote that dS after it had read P. The dk
+// consumer writes dS once P of the same tile has arrived, and the dv consumer sent that P after its
+// products with the dS that used the buffer.
+//
+// If `buffers_dq`, the consumers write dq to shared memory, and adder lanes add it to global memory
+// (`HopperGradientAdder`). For the widest heads, shared memory has neither space nor bandwidth, so
+// the consumers add from registers. Two lanes of the producer warpgroup then operate the dq
+// semaphore for them:
 //
 //   semaphore lane  acquires the semaphore       | both have added: releases it
 //   consumers       semaphore_acquired -> add, dq_added
@@ -24,9 +36,9 @@
 #if __CUDA_ARCH__ == 900
 
 // Operations of both consumers.
-template <class Config>
-struct HopperWideProducts : HopperGradientProducts<Config> {
-  using Base = HopperGradientProducts<Config>;
+template <class Config, int DqColumns>
+struct HopperWideProducts : HopperGradientProducts<Config, DqColumns> {
+  using Base = HopperGradientProducts<Config, DqColumns>;
   using Base::consumer, Base::cta;
   using typename Base::Cta;
   using typename Base::Fragments;
@@ -36,14 +48,13 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
   static_assert(Base::parts == 1 && Config::Bc == 64,
                 "a query tile is one part, and both consumers have the same keys");
 
-  int phase = 0;  // phase of the barriers that complete once per tile
   PipelineState<Cta::sums_stages> semaphore_ring = {};
   unsigned no_operand[1];  // placeholder: k and v stay in shared memory, not in registers
 
   using Base::Base;
 
-  // Computes the consumer's columns of dq and adds them to memory once the CTA holds the semaphore.
-  // `next()` issues the next tile's product before the last addition, so that they overlap.
+  // Completes the consumer's columns of dq, whose first chunk is in flight, and adds them. `next()`
+  // issues the next tile's product before the last addition, so that they overlap.
   template <class Next>
   __device__ void add_dq(DqPart& first, const Step& step, Next next) {
     Base::template wait<0>(first);
@@ -60,23 +71,33 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
     }
   }
 
-  // Adds a chunk of dq to memory. The dq order's first CTA stores, so no kernel clears the sums.
+  // Writes a chunk of dq to the consumer's buffer or, without buffers, adds it to global memory
+  // once the CTA holds the semaphore.
   template <int Chunk>
   __device__ void add(const DqPart& sums, const Step& step) {
-    constexpr int column_tiles = Base::dq_columns / 8;
     static_assert(Base::dq_chunks <= 2, "at most two chunks");
+    if constexpr (Cta::buffers_dq) {
+      Base::template write_dq_sums<Chunk>(sums);
+    } else {
+      add_to_global<Chunk>(sums, step);
+    }
+  }
+
+  // The dq order's first CTA stores, so no kernel clears the sums.
+  template <int Chunk>
+  __device__ void add_to_global(const DqPart& sums, const Step& step) {
     const DqSums<Config> all(cta.p);
-    const int warp = 4 * consumer + threadIdx.x / 32 % 4;
     float* target = all.template sums<Fragments::floats>(cta.p, cta.sequence, cta.coord.batch,
                                                          step.head, step.tile) +
-                    Fragments::fragment_offset(warp, 0, Chunk * column_tiles, threadIdx.x % 32);
+                    Cta::dq_offset(consumer) + 64 * Chunk * Base::dq_columns +
+                    Fragments::fragment_offset(threadIdx.x / 32 % 4, 0, 0, threadIdx.x % 32);
     const bool is_first = cta.order_index(step.tile) == 0;
     if (Chunk == 0) {
       ptx::mbarrier_wait(cta.semaphore_acquired(semaphore_ring.index), semaphore_ring.phase);
     }
     const auto write = [&](auto write_four) {
 #pragma unroll
-      for (int j = 0; j < column_tiles; ++j) {
+      for (int j = 0; j < Base::dq_column_tiles; ++j) {
         const float four[4] = {sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]};
         write_four(target + Fragments::fragment_offset(0, 0, j, 0), four);
       }
@@ -92,16 +113,15 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
     }
   }
 
-  // Returns the address of the lane's i-th four registers of P in the exchange buffer.
-  __device__ unsigned p_tile_address(int i) const {
-    return cta.p_tile_address() + (i * 128 + threadIdx.x % 128) * 16;
-  }
+  // Returns the offset of the lane's i-th four registers of P in a stage of the exchange buffer.
+  __device__ static unsigned p_tile_offset(int i) { return (i * 128 + threadIdx.x % 128) * 16; }
 };
 
 template <class Config>
-struct HopperValueConsumer : HopperWideProducts<Config> {
-  using Base = HopperWideProducts<Config>;
-  using Base::columns, Base::cta, Base::dout_ring, Base::no_operand, Base::phase, Base::q_ring;
+struct HopperValueConsumer
+    : HopperWideProducts<Config, HopperGradientCta<Config>::dq_columns(0)> {
+  using Base = HopperWideProducts<Config, HopperGradientCta<Config>::dq_columns(0)>;
+  using Base::columns, Base::cta, Base::dout_ring, Base::ds_ring, Base::no_operand, Base::q_ring;
   using Base::wants_ds, Base::wants_q, Base::wants_v;
   using typename Base::Cta;
   using typename Base::LeftOperand;
@@ -109,8 +129,13 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
   using typename Base::Scores;
   using typename Base::Step;
 
+  // Whether P is computed a tile ahead, so that exponentials overlap the products of a tile.
+  static constexpr bool ahead = Config::exchange_stages > 1;
+
   float dv_sums[Base::dim_v / 2];
   Scores scores;
+  LeftOperand left_p;  // P of the next tile, if `ahead`
+  PipelineState<Cta::ds_stages> p_ring = {};
   typename Base::LaneRows lse_log2;
 
   using Base::Base;
@@ -129,7 +154,8 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
     Base::clean_keys();
     Scores first;
     start_next(first);
-    wait_next(first);
+    wait_next<0>(first);
+    if constexpr (ahead) softmax_backward(left_p, step);
     while (!cta.is_last(step)) {
       process_tile<false>(step);
       step = cta.next_step(step);
@@ -141,46 +167,59 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
     ptx::mbarrier_wait(cta.q_full(q_ring.index), q_ring.phase);
     Base::start_scores(next, no_operand, q_ring.index, 0);
   }
+  template <int Pending>
   __device__ void wait_next(Scores& next) {
     Base::load_lse(lse_log2, 0);
-    Base::template wait<0>(next);
+    Base::template wait<Pending>(next);
 #pragma unroll
     for (int i = 0; i < columns / 2; ++i) scores[i] = next[i];
     arrive_warp(cta.q_empty(q_ring.index));
     q_ring.advance();
   }
 
-  // Processes a tile whose scores are complete. Unless `Last`, also completes the next scores.
+  // Processes a tile whose scores or, if `ahead`, whose P are complete. Unless `Last`, also
+  // completes those of the next tile.
   template <bool Last>
   __device__ void process_tile(const Step& step) {
-    const bool is_masked = cta.is_masked(step);
-    LeftOperand left_p;
-    softmax_backward(left_p, step, is_masked);
+    constexpr bool has_next_p = ahead && !Last;
+    if constexpr (!ahead) softmax_backward(left_p, step);
+    Scores next;
+    LeftOperand next_p;
+    if constexpr (has_next_p) start_next(next);
     if constexpr (wants_v) {
       ptx::mbarrier_wait(cta.dout_full(dout_ring.index), dout_ring.phase);
       Base::start_dv(dv_sums, left_p, 0);
     }
+    if constexpr (has_next_p) {
+      wait_next<wants_v>(next);
+      softmax_backward(next_p, cta.next_step(step));
+    }
     DqPart dq_part;
-    if constexpr (wants_ds) ptx::mbarrier_wait(cta.ds_full(), phase);
+    if constexpr (wants_ds) ptx::mbarrier_wait(cta.ds_full(ds_ring.index), ds_ring.phase);
     if constexpr (wants_q) Base::template start_dq<0>(dq_part);
     Base::template wait<wants_q>(dv_sums);
     arrive_warp(cta.dout_empty(dout_ring.index));
     dout_ring.advance();
-    Scores next;
     const auto start = [&] {
-      if constexpr (!Last) start_next(next);
+      if constexpr (!ahead && !Last) start_next(next);
     };
     if constexpr (wants_q) {
       Base::add_dq(dq_part, step, start);
     } else {
       start();
     }
-    phase ^= 1;
-    if constexpr (!Last) wait_next(next);
+    ds_ring.advance();
+    if constexpr (!ahead && !Last) wait_next<0>(next);
+    if constexpr (has_next_p) {
+      // The compiler must not move these copies up: dV reads `left_p` until its product is complete.
+#pragma unroll
+      for (int i = 0; i < columns / 4; ++i) left_p[i] = ptx::mov(next_p[i]);
+    }
   }
 
   // Computes P for dv, and passes P, or P times the slope if `single_pass`, to the dk consumer.
-  __device__ void softmax_backward(LeftOperand& left_p, const Step& step, bool is_masked) {
+  __device__ void softmax_backward(LeftOperand& left_p, const Step& step) {
+    const bool is_masked = cta.is_masked(step);
     LeftOperand p_operand;
     if constexpr (Base::single_pass) {
       Scores slopes;
@@ -206,22 +245,24 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
     }
   }
 
-  __device__ void send_p(const LeftOperand& p_operand) const {
+  __device__ void send_p(const LeftOperand& p_operand) {
+    const unsigned address = cta.p_tile_address(p_ring.index);
 #pragma unroll
     for (int i = 0; i < columns / 16; ++i) {
       const unsigned four[4] = {p_operand[4 * i], p_operand[4 * i + 1], p_operand[4 * i + 2],
                                 p_operand[4 * i + 3]};
-      ptx::st_shared_v4(Base::p_tile_address(i), four);
+      ptx::st_shared_v4(address + Base::p_tile_offset(i), four);
     }
-    arrive_warp(cta.p_full());
+    arrive_warp(cta.p_full(p_ring.index));
+    p_ring.advance();
   }
 };
 
 template <class Config>
-struct HopperKeyConsumer : HopperWideProducts<Config> {
-  using Base = HopperWideProducts<Config>;
+struct HopperKeyConsumer : HopperWideProducts<Config, HopperGradientCta<Config>::dq_columns(1)> {
+  using Base = HopperWideProducts<Config, HopperGradientCta<Config>::dq_columns(1)>;
   using Element = typename Config::Element;
-  using Base::columns, Base::cta, Base::dout_ring, Base::no_operand, Base::phase, Base::q_ring;
+  using Base::columns, Base::cta, Base::dout_ring, Base::ds_ring, Base::no_operand, Base::q_ring;
   using Base::wants_ds, Base::wants_k, Base::wants_q;
   using typename Base::Cta;
   using typename Base::LeftOperand;
@@ -277,7 +318,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
     DqPart dq_part;
     if constexpr (wants_q) {
       // Wait until all warps of this consumer have written dS.
-      ptx::mbarrier_wait(cta.ds_full(), phase);
+      ptx::mbarrier_wait(cta.ds_full(ds_ring.index), ds_ring.phase);
       Base::template start_dq<0>(dq_part);
     }
     Base::template wait<wants_q>(dk_sums);
@@ -291,12 +332,12 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
     } else {
       start();
     }
-    phase ^= 1;
+    ds_ring.advance();
   }
 
   __device__ void softmax_backward(LeftOperand& left_ds, bool is_masked) {
     Scores scores;
-    ptx::mbarrier_wait(cta.p_full(), phase);
+    ptx::mbarrier_wait(cta.p_full(ds_ring.index), ds_ring.phase);
     receive_p(scores);
     Base::add_p_sums(scores);
     Base::template wait<0>(gradients);
@@ -304,15 +345,16 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
     Base::narrow(left_ds, gradients);
     if constexpr (wants_q) Base::write_ds(left_ds, 0);
     ptx::fence_proxy_async();
-    arrive_warp(cta.ds_full());
+    arrive_warp(cta.ds_full(ds_ring.index));
   }
 
   // Reads what the dv consumer has passed: P, or P times the slope if `single_pass`.
   __device__ void receive_p(Scores& scores) const {
+    const unsigned address = cta.p_tile_address(ds_ring.index);
 #pragma unroll
     for (int i = 0; i < columns / 16; ++i) {
       unsigned four[4];
-      ptx::ld_shared_v4(four, Base::p_tile_address(i));
+      ptx::ld_shared_v4(four, address + Base::p_tile_offset(i));
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         const Element low = {static_cast<unsigned short>(four[r])};

@@ -27,7 +27,7 @@ import cupy_flash
 
 pytestmark = pytest.mark.gpu
 
-WIDTHS = (40, 64, 128, 192, 256)
+WIDTHS = (40, 64, 96, 128, 192, 256)
 KERNELS = [
     (family, dtype, head_dim)
     for family, dtypes in (

@@ -30,7 +30,7 @@ CALLS += [
     for family, dtypes in (("hopper", ("bfloat16",)), ("mma", ("float16", "float32")))
     for dtype in dtypes
     for kind in KINDS
-    for head_dim in (64, 128, 192, 256)
+    for head_dim in (64, 96, 128, 192, 256)
     if (kind, head_dim) != ("dense", 64)
 ]
 CALLS += [("mma", dtype, kind, 512) for dtype in ("float16", "float32") for kind in KINDS]

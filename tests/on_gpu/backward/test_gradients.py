@@ -74,8 +74,9 @@ def tiled_case(head_dims: tuple[int, int], dtype: str = "bfloat16") -> Case:
 
 
 # Head dims and dtypes of cases that run with several tiles.
-TILED = [((d, d), "bfloat16") for d in (64, 128, 256, 320, 512)]
-TILED += [((576, 512), "bfloat16"), ((64, 512), "float16"), ((512, 512), "float32")]
+TILED = [((d, d), "bfloat16") for d in (64, 96, 128, 256, 320, 512)]
+TILED += [(dims, "bfloat16") for dims in ((192, 128), (160, 192), (576, 512))]
+TILED += [((64, 512), "float16"), ((512, 512), "float32")]
 
 
 def tiles() -> list[tuple[str, tuple[int, int], str, Any]]:
@@ -103,7 +104,8 @@ def test_every_tile_that_is_legal_gives_the_gradients(
     rng: np.random.Generator, family: str, head_dims: tuple[int, int], dtype: str, tile: Any
 ) -> None:
     case = tiled_case(head_dims, dtype)
-    shapes = dict(zip((*ROWS, "dout"), (*case.bshd_shapes, case.bshd_shapes[0]), strict=True))
+    of_dout = (*case.bshd_shapes[0][:-1], case.head_dim_v)
+    shapes = dict(zip((*ROWS, "dout"), (*case.bshd_shapes, of_dout), strict=True))
     arrays = {n: rng.standard_normal(x).astype(DTYPES[case.dtype]) for n, x in shapes.items()}
     dout = arrays.pop("dout")
     call = GradientCall(ModifiedCall("dense", case.dtype, arrays, {"causal": True}), dout)

@@ -15,6 +15,7 @@ from cupy_flash.families.contract import (
     tile_members,
     why_not_shared_memory,
 )
+from cupy_flash.families.hopper import bias_gradients
 from cupy_flash.families.hopper.sm90 import BARRIER_BYTES, WARPGROUP, WARPGROUP_ROWS, why_not_device
 from cupy_flash.families.hopper.tensor_maps import map_spec, why_not_rows, why_not_strides
 from cupy_flash.families.schedule import (
@@ -187,8 +188,9 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             launches,
             self._sums(problem, tile, chunks),
             _section(problem, device, chunks),
-            _tensor_maps(problem, tile),
+            _tensor_maps(problem, tile) | bias_gradients.tensor_maps(problem),
             {"num_splits": chunks},
+            bias_gradients.bias_plan(problem, device),
         )
 
     def _sums(self, problem: Problem, tile: HopperBackwardTile, chunks: int) -> QuerySums:
@@ -222,6 +224,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
                 last_writes=_last_writes(problem),
                 splits_heads=_may_split_heads(problem),
             )
+            | bias_gradients.config(problem)
             | {"kv_Bc": tile.Bc}
         )
 

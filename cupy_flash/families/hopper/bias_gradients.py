@@ -25,7 +25,7 @@ _SHARED_MEMORY, _MOST_SLOTS = 227 * 1024, 6
 # Bytes of `HopperBiasTiling` in shared memory.
 _TILING_BYTES = 64
 # Number of registers of a producer thread and of a consumer thread.
-_REGISTERS = (24, 240)
+_REGISTERS = (40, 232)
 # Number of score tiles whose sum is plain, and bytes of a compensated sum.
 _RUN_LENGTH, _SUM_BYTES = 64, 8
 # Number of thread blocks that load operands for each other. Two reduce the reads of L2 by a

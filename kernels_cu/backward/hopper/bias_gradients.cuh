@@ -474,25 +474,20 @@ struct HopperBiasConsumer {
   // ---- Sums of dS.
 
   __device__ void add_tiles(Work& work) {
-    load_stats(work);
     for (int length = 0;;) {
+      // The statistics arrive while the products run.
+      load_stats(work);
       Product scores, gradients;
-      start<Config::head_dim, 0, chunks>(scores, false, [&](int chunk) {
+      start<Config::head_dim, 0, chunks>(scores, [&](int chunk) {
         if (chunk > 0) finish_chunk<1>();
       });
-#pragma unroll
-      for (int i = 0; i < 64; ++i) gradients[i] = -stats[i / 2 % 2].delta;
-      start<Config::head_dim_v, 0, chunks_ahead>(gradients, true, [](int) {});
+      start<Config::head_dim_v, 0, chunks_ahead>(gradients, [](int) {});
       finish_chunk<chunks_ahead>();
       ptx::pin(scores);
       compute_p(scores, work);
       work.next_tile();
-      if (work.has_tile()) {
-        load_stats(work);
-      } else {
-        release_bias();
-      }
-      start<Config::head_dim_v, chunks_ahead, chunks_v>(gradients, true,
+      if (!work.has_tile()) release_bias();
+      start<Config::head_dim_v, chunks_ahead, chunks_v>(gradients,
                                                         [&](int) { finish_chunk<chunks_ahead>(); });
       ptx::wgmma_wait_group<0>();
       ptx::pin(gradients);
@@ -507,7 +502,7 @@ struct HopperBiasConsumer {
     }
   }
 
-  // Loads the row statistics of a score tile, while products or exponentials run.
+  // Loads the row statistics of a score tile.
   __device__ void load_stats(const Work& work) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -517,17 +512,15 @@ struct HopperBiasConsumer {
   }
 
   // Issues chunks [First, End) of a product of the consumer's rows and the keys, and calls
-  // `after(chunk)` after each. The product is added to `product` if it `is_initialized`.
+  // `after(chunk)` after each.
   template <int Dim, int First, int End, class After>
-  __device__ void start(Product& product, bool is_initialized, After after) {
+  __device__ void start(Product& product, After after) {
     constexpr int k_steps = round_up(Dim, 16) / 16;
 #pragma unroll
     for (int chunk = First; chunk < End; ++chunk) {
       ptx::mbarrier_wait(cta.full(ring.index), ring.phase);
-      if (chunk == 0) {
-        ptx::pin(product);
-        ptx::wgmma_fence();
-      }
+      if (chunk == 0) ptx::pin(product);
+      ptx::wgmma_fence();
       const unsigned long long rows =
           Cta::Operand::k_along_columns() + cta.rows_descriptor(ring.index, consumer);
       const unsigned long long keys =
@@ -537,7 +530,7 @@ struct HopperBiasConsumer {
         if (4 * chunk + step >= k_steps) break;
         constexpr int step_units = Cta::Operand::column_step(1) / 16;
         Wgmma<Element, size>::multiply(product, rows + step * step_units, keys + step * step_units,
-                                       is_initialized || chunk + step > 0);
+                                       chunk + step > 0);
       }
       ptx::wgmma_commit_group();
       ring.advance();
@@ -604,11 +597,12 @@ struct HopperBiasConsumer {
     static_assert(Config::may_mask_pairs, "a bias of -inf masks its pair");
 #pragma unroll
     for (int i = 0; i < 64; ++i) {
+      const float gradient = gradients[i] - stats[i / 2 % 2].delta;
       bool has_gradient = scores[i] != 0;
       if constexpr (zeroes_one_key_ds<Config>) {
         has_gradient = has_gradient && !(scores[i] > p_of_one_key<Element>);
       }
-      if (has_gradient) sums[i] = fma(scores[i], gradients[i], sums[i]);
+      if (has_gradient) sums[i] = fma(scores[i], gradient, sums[i]);
     }
   }
 

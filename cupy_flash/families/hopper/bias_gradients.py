@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from cupy_flash.families.contract import ceil_div
-from cupy_flash.families.hopper.scores import bias_strides, streams_bias
+from cupy_flash.families.hopper.scores import bias_strides, can_stream_bias
 from cupy_flash.families.hopper.sm90 import BARRIER_BYTES, WARPGROUP, WARPGROUP_ROWS
 from cupy_flash.families.hopper.tensor_maps import map_spec
 from cupy_flash.families.input_gradients import BIAS_ENTRY, BiasPlan, kept_axes
@@ -67,7 +67,7 @@ def bias_plan(problem: Problem, device: Device) -> BiasPlan | None:
         1,
         cluster=ranks if ranks > 1 else 0,
         arguments=(
-            "bias_gradient_maps" if streams_bias(problem) else "gradient_maps",
+            "bias_gradient_maps" if can_stream_bias(problem) else "gradient_maps",
             "gradients",
         ),
         source=_SOURCE,
@@ -79,7 +79,7 @@ def bias_plan(problem: Problem, device: Device) -> BiasPlan | None:
 
 def tensor_maps(problem: Problem) -> dict[str, TensorMapSpec]:
     """Return the tensor map of the bias, if TMA loads it."""
-    if not serves(problem) or not streams_bias(problem):
+    if not serves(problem) or not can_stream_bias(problem):
         return {}
     scores = (problem.seqlen_k, problem.seqlen_q, problem.heads_q, problem.batch)
     box = (_COLUMNS, WARPGROUP_ROWS)
@@ -95,7 +95,7 @@ def config(problem: Problem) -> dict[str, int | bool]:
     return {
         "bias_ranks": _ranks(problem),
         "bias_slots": _slots(problem),
-        "bias_streamed": streams_bias(problem),
+        "bias_streamed": can_stream_bias(problem),
         "bias_keeps_rows": rows,
         "bias_keeps_keys": keys,
         "bias_memory": _shared_memory(problem),
@@ -143,7 +143,7 @@ def _slots(problem: Problem) -> int:
 def _other_memory(problem: Problem) -> int:
     """Return the bytes for the bias, for sums over rows, and for the numbers of tiles."""
     _, _, keeps_rows, _ = kept_axes(problem)
-    bias = _SIZE * _SIZE * problem.itemsize if streams_bias(problem) else 0
+    bias = _SIZE * _SIZE * problem.itemsize if can_stream_bias(problem) else 0
     return bias + _TILING_BYTES + (0 if keeps_rows else _CONSUMERS * WARPGROUP // 32 * _SIZE * 4)
 
 

@@ -329,8 +329,8 @@ struct HopperBiasTileLoader {
 
 // Bias of one of a lane's rows in shared memory. The lane has two of every eight keys. `row` points
 // to the row, at the first of these keys in an unswizzled chunk 0.
-template <class Config, bool Streamed = Config::bias_streamed>
-struct HopperBiasRow {
+template <class Config>
+struct HopperStreamedBias {
   using Element = typename Config::Element;
   using Tile = typename HopperBiasCta<Config>::BiasTile;
 
@@ -340,31 +340,50 @@ struct HopperBiasRow {
   template <class Load>
   __device__ float bias(int step, Load) const {
     const int chunk = step / 8;
-    const Vector<Element, 2> two = *reinterpret_cast<const Vector<Element, 2>*>(
-        row + chunk / 8 * Tile::box_bytes + (chunk % 8 * 16 ^ phase));
-    return widen(two.data[step % 2]);
+    const unsigned two = *reinterpret_cast<const unsigned*>(row + chunk / 8 * Tile::box_bytes +
+                                                            (chunk % 8 * 16 ^ phase));
+    return widen(Element{static_cast<unsigned short>(step % 2 ? two >> 16 : two)});
+  }
+};
+
+// Bias of a row that is the same for all keys.
+template <class Config, class AnyParams = GradientParams>
+struct HopperRowBias {
+  const AnyParams& p;
+  int batch;
+  int head;
+  int row;
+
+  template <class Load>
+  __device__ auto bias(int, Load) const {
+    return p.mods.bias.at(batch, head, row, 0);
   }
 };
 
 // Returns the bias of a lane's upper or lower row (`half`), for `SoftmaxBackward`.
-template <class Config, bool Streamed = Config::bias_streamed>
+template <class Config>
 struct HopperBiasRows {
   using Cta = HopperBiasCta<Config>;
   using Tile = typename Cta::BiasTile;
 
-  const unsigned char* tile;  // bias of the consumer's rows
+  const unsigned char* tile;  // bias of the consumer's rows in shared memory
+  const GradientParams& p;
+  int batch;
+  int head;
+  int first_row;  // of the lane
 
-  __device__ HopperBiasRow<Config> operator()(int half) const {
-    const int lane = threadIdx.x % 32;
-    const int row = threadIdx.x / 32 % 4 * 16 + lane / 4 + 8 * half;
-    return {tile + row * Tile::box_row_bytes + lane % 4 * 4, row % 8 * 16};
+  __device__ auto operator()(int half) const {
+    if constexpr (Config::bias_streamed) {
+      const int lane = threadIdx.x % 32;
+      const int row = threadIdx.x / 32 % 4 * 16 + lane / 4 + 8 * half;
+      return HopperStreamedBias<Config>{tile + row * Tile::box_row_bytes + lane % 4 * 4,
+                                        row % 8 * 16};
+    } else if constexpr (!Config::bias_keeps_keys) {
+      return HopperRowBias<Config>{p, batch, head, first_row + 8 * half};
+    } else {
+      return LoadOnDemand();
+    }
   }
-};
-template <class Config>
-struct HopperBiasRows<Config, false> {
-  const unsigned char* tile;
-
-  __device__ LoadOnDemand operator()(int) const { return {}; }
 };
 
 // Sums of a consumer thread beyond `run_length` score tiles: compensated, in the workspace. Each
@@ -572,13 +591,19 @@ struct HopperBiasConsumer {
     const Sequence sequence = cta.sequence(work.batch());
     const SoftmaxBackward<Config, 2, 32, GradientParams, HopperBiasRows<Config>> softmax_backward = {
         cta.p, cta.mask, sequence, work.batch(), work.head(), scale_log2, 1, 0,
-        {Cta::memory() + Cta::bias_offset + consumer * Cta::BiasTile::bytes}};
+        {Cta::memory() + Cta::bias_offset + consumer * Cta::BiasTile::bytes, cta.p, work.batch(),
+         work.head(), work.row() + lane_row()}};
     const auto run = [&](auto masked) {
-      softmax_backward.template compute_p<masked.value>(
-          [&](int r) { return work.row() + lane_row() + 8 * r; }, work.key() + lane_key(),
-          [&](int r) { return stats[r]; },
-          [&](int r, int n) -> float& { return scores[n / 2 * 4 + 2 * r + n % 2]; },
-          [](int n) { return n / 2 * 8 + n % 2; }, 0, 2);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        // The compiler cannot load the bias of both rows at once, for which registers are missing.
+        const int key = ptx::opaque(work.key() + lane_key());
+        softmax_backward.template compute_p<masked.value>(
+            [&](int r) { return work.row() + lane_row() + 8 * r; }, key,
+            [&](int r) { return stats[r]; },
+            [&](int r, int n) -> float& { return scores[n / 2 * 4 + 2 * r + n % 2]; },
+            [](int n) { return n / 2 * 8 + n % 2; }, half, half + 1);
+      }
     };
     is_masked(work) ? run(Const<true>()) : run(Const<false>());
   }

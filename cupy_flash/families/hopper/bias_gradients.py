@@ -55,7 +55,7 @@ def bias_plan(problem: Problem, device: Device) -> BiasPlan | None:
         return None
     ranks = _ranks(problem)
     tiles, summed = _tile_counts(problem)
-    clusters = device.sm_count // ranks
+    clusters = max(1, device.sm_count // ranks)
     parts = _parts(tiles, summed, clusters)
     clusters = min(clusters, tiles * parts)
     launch = Launch(

@@ -91,7 +91,7 @@ def test_masks_and_changes_of_scores(dtype: str, options: dict[str, Any]) -> Non
     check_repeatedly(make_call((BATCH, 1, 1, SEQLEN_K), dtype=dtype, **options))
 
 
-@pytest.mark.parametrize("bias_dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("bias_dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("grad_dtype", [None, "float32"])
 @pytest.mark.parametrize("seqlen_k", [SEQLEN_K, 333, 330])
 def test_every_dtype_and_alignment_of_a_bias(
@@ -120,9 +120,9 @@ def test_many_more_tiles_than_thread_blocks() -> None:
 def test_sums_of_more_tiles_than_a_run(
     kept: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # One thread block adds up all score tiles of a tile of the gradient: 150 or more.
+    # One thread block adds up all score tiles of a tile of the gradient: 72 or more.
     monkeypatch.setattr(bias_gradients, "_ITEMS_PER_SM", 0)
-    scores = (5, 30, 260, 264)
+    scores = (3, 24, 150, 136)
     shape = tuple(n if is_kept else 1 for n, is_kept in zip(scores, kept, strict=True))
     call = make_call(shape, scores=scores, head_dim=32)
     call.grad_dtype = "float32"

@@ -53,7 +53,8 @@ __device__ inline void cp_async_bulk_tensor_4d_multicast(unsigned shared, const 
                                                          unsigned long long policy) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7, %8;" ::"r"(shared),
+      ".multicast::cluster.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6], %7, %8;" ::"r"(shared),
       "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier),
       "h"(static_cast<unsigned short>(ranks)), "l"(policy)
       : "memory");

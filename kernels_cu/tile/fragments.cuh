@@ -62,9 +62,9 @@ __device__ void fill_row_before(float* row, int first, float value) {
   }
 }
 
-// Exchanges columns of 16-bit elements with the neighbouring lane. Before, each lane holds two columns
-// in each of two groups of eight columns; afterwards, it holds four consecutive columns of one group:
-// even lanes of the first group, odd lanes of the second.
+// Exchanges columns of 16-bit elements with the neighbouring lane. Before, each lane holds two
+// columns in each of two groups of eight columns. Afterwards, it holds four consecutive columns of
+// one group: even lanes of the first group, odd lanes of the second.
 template <class Element>
 __device__ Vector<Element, 4> exchange_columns(unsigned first, unsigned second) {
   const bool is_odd = threadIdx.x % 2;

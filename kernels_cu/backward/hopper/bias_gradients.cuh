@@ -12,13 +12,13 @@
 //   consumers, two    full, bias_full      S, dP, sums += P (dP - delta)       empty, bias_empty
 //     warpgroups
 //
-// In a cluster of two, the CTAs have consecutive rows of the same keys. Each slot's k or v is loaded
-// by one of them for both, because L2 delivers operands more slowly than wgmma multiplies them. Both
-// CTAs then process the same score tiles at the same time, and a slot is empty once the consumers of
-// both have released it.
+// In a cluster of two, the CTAs have consecutive rows of the same keys. One of them loads the k or
+// v of a slot for both, because L2 delivers operands more slowly than wgmma multiplies them. Both
+// CTAs then process the same score tiles at the same time, and a slot is empty once the consumers
+// of both have released it.
 //
-// Sums of up to `run_length` score tiles are plain. Longer sums consist of plain sums of that length,
-// to which compensated summation is applied in the workspace (`HopperBiasRuns`).
+// Sums of up to `run_length` score tiles are plain. Longer sums consist of plain sums of that
+// length, which are added with compensation in the workspace (`HopperBiasRuns`).
 #pragma once
 
 #include "backward/hopper/cta.cuh"
@@ -95,8 +95,8 @@ struct HopperBiasCta {
 
   __device__ Sequence sequence(int batch) const { return sequence_of<Config>(p, batch); }
 
-  // ---- Shared memory. Addresses of operands are those of matrix descriptors, in units of 16 bytes:
-  // ---- in a cluster, the upper bits of an address hold the CTA's rank and are dropped.
+  // ---- Shared memory. Matrix descriptors hold addresses in units of 16 bytes. In a cluster, the
+  // ---- upper bits of an address hold the CTA's rank, and are dropped from descriptors.
 
   __device__ unsigned slot_address(int slot) const { return shared + slot * slot_bytes; }
   __device__ unsigned rows_descriptor(int slot, int consumer) const {
@@ -557,8 +557,8 @@ struct HopperBiasConsumer {
     }
   }
 
-  // Waits until at most `Pending` chunks are in flight, and releases the slot of the oldest one that
-  // still has it.
+  // Waits until at most `Pending` chunks are in flight, and releases the slot of the oldest chunk
+  // that is complete and not released yet.
   template <int Pending>
   __device__ void finish_chunk() {
     ptx::wgmma_wait_group<Pending>();
@@ -589,7 +589,8 @@ struct HopperBiasConsumer {
   __device__ void compute_p(Product& scores, const Work& work) const {
     if constexpr (Cta::streams_bias) ptx::mbarrier_wait(cta.bias_full(consumer), bias_phase);
     const Sequence sequence = cta.sequence(work.batch());
-    const SoftmaxBackward<Config, 2, 32, GradientParams, HopperBiasRows<Config>> softmax_backward = {
+    using Backward = SoftmaxBackward<Config, 2, 32, GradientParams, HopperBiasRows<Config>>;
+    const Backward softmax_backward = {
         cta.p, cta.mask, sequence, work.batch(), work.head(), scale_log2, 1, 0,
         {Cta::memory() + Cta::bias_offset + consumer * Cta::BiasTile::bytes, cta.p, work.batch(),
          work.head(), work.row() + lane_row()}};

@@ -1,5 +1,5 @@
-// Division of the gradient of a bias into tiles. A tile of the gradient is the sum of the score
-// tiles that the same tile of the bias is added to: those along the axes that it is broadcast along.
+// Division of the gradient of a bias into tiles. A tile of the gradient is a sum over the score
+// tiles that the tile of the bias is added to, which are those along its broadcast axes.
 #pragma once
 
 #include "backward/params.cuh"

@@ -22,8 +22,8 @@ _COLUMNS = 64
 _SLOT_BYTES = 2 * _SIZE * _COLUMNS * 2
 # Shared memory of a thread block on sm_90, in bytes, and largest number of slots.
 _SHARED_MEMORY, _MOST_SLOTS = 227 * 1024, 6
-# Bytes of `HopperBiasTiling` in shared memory.
-_TILING_BYTES = 64
+# Bytes of `BiasWorkSizes` in shared memory.
+_SIZES_BYTES = 64
 # Number of registers of a producer thread and of a consumer thread.
 _REGISTERS = (40, 232)
 # Number of score tiles whose sum is plain, and bytes of a compensated sum.
@@ -144,7 +144,7 @@ def _other_memory(problem: Problem) -> int:
     """Return the bytes for the bias, for sums over rows, and for the numbers of tiles."""
     _, _, keeps_rows, _ = kept_axes(problem)
     bias = _SIZE * _SIZE * problem.itemsize if can_stream_bias(problem) else 0
-    return bias + _TILING_BYTES + (0 if keeps_rows else _CONSUMERS * WARPGROUP // 32 * _SIZE * 4)
+    return bias + _SIZES_BYTES + (0 if keeps_rows else _CONSUMERS * WARPGROUP // 32 * _SIZE * 4)
 
 
 def _shared_memory(problem: Problem) -> int:

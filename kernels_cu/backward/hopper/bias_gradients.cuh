@@ -24,6 +24,7 @@
 #include "backward/hopper/cta.cuh"
 #include "backward/hopper/products.cuh"
 #include "backward/inputs/bias_tiles.cuh"
+#include "backward/inputs/bias_work.cuh"
 #include "backward/inputs/compensated_sum.cuh"
 #include "backward/params.cuh"
 #include "backward/softmax_backward.cuh"
@@ -45,16 +46,7 @@ struct BiasGradientMaps : GradientMaps {
 
 #if __CUDA_ARCH__ == 900
 
-// Numbers of tiles of a call. They are in shared memory, as consumers have no registers for them.
-struct HopperBiasTiling {
-  ScoreTiles outputs;  // tiles of the gradient
-  ScoreTiles summed;   // score tiles that are summed into each
-  int parts;           // number of partial sums of each tile
-  int count;           // number of partial sums of all tiles
-  int summed_per_part;
-};
-
-// Layout of shared memory, the barriers, and the numbers of tiles.
+// Layout of shared memory, the barriers, and the sizes of the work.
 template <class Config>
 struct HopperBiasCta {
   using Element = typename Config::Element;
@@ -77,9 +69,9 @@ struct HopperBiasCta {
   static constexpr int lines_bytes = Config::bias_keeps_rows ? 0 : 4 * consumers * size * 4;
   static constexpr int barrier_offset = lines_offset + lines_bytes;
   static constexpr int barriers = 2 * slots + 2 * consumers;
-  static constexpr int tiling_offset = barrier_offset + 8 * barriers, tiling_bytes = 64;
-  static_assert(sizeof(HopperBiasTiling) <= tiling_bytes, "fits in tiling_bytes");
-  static_assert(tiling_offset + tiling_bytes == Config::bias_memory, "as the host planned");
+  static constexpr int sizes_offset = barrier_offset + 8 * barriers, sizes_bytes = 64;
+  static_assert(sizeof(BiasWorkSizes) <= sizes_bytes, "fits in sizes_bytes");
+  static_assert(sizes_offset + sizes_bytes == Config::bias_memory, "as the host planned");
   static constexpr int block_rows = size * ranks;  // rows of a cluster's tile
 
   const GradientParams& p;
@@ -117,16 +109,13 @@ struct HopperBiasCta {
     return shared_memory;
   }
 
-  __device__ static HopperBiasTiling& tiling() {
-    return *reinterpret_cast<HopperBiasTiling*>(memory() + tiling_offset);
+  __device__ static BiasWorkSizes& work_sizes() {
+    return *reinterpret_cast<BiasWorkSizes*>(memory() + sizes_offset);
   }
-  __device__ void init_tiling() const {
+  __device__ void init_work_sizes() const {
     const BiasAxes<Config> axes(p);
-    const ScoreTiles outputs = axes.output_tiles(block_rows, size);
-    const ScoreTiles summed = axes.summed_tiles(block_rows, size);
-    const int parts = p.dbias.parts;
-    tiling() = {outputs, summed, parts, int(outputs.count()) * parts,
-                ceil_div(int(summed.count()), parts)};
+    work_sizes() = BiasWorkSizes::of(axes.output_tiles(block_rows, size),
+                                     axes.summed_tiles(block_rows, size), p.dbias.parts);
   }
 
   // ---- Barriers.
@@ -164,78 +153,20 @@ struct HopperBiasCta {
   __device__ static void sync_consumers() { NamedBarrier<128 * consumers>{1}.sync(); }
 };
 
-// Work of a CTA: tiles of the gradient, or partial sums of them if `dbias.parts` is above 1, each
-// with the score tiles that are summed into it. Score tiles without visible pairs are skipped.
+// Work of a CTA. The sizes are in shared memory, because consumers have no registers for them.
 template <class Config>
-struct HopperBiasWork {
+struct HopperBiasWork
+    : BiasWork<Config, HopperBiasCta<Config>::block_rows, HopperBiasCta<Config>::size> {
   using Cta = HopperBiasCta<Config>;
-  static constexpr int size = Cta::size;
-  static constexpr int block_rows = Cta::block_rows;
+  using Base = BiasWork<Config, Cta::block_rows, Cta::size>;
 
-  const Cta& cta;
-  int item = blockIdx.x;
-  ScoreTiles output;  // indices of the gradient tile
-  ScoreTiles tile;    // indices of the score tile, relative to `output`
-  int left;           // number of score tiles from `tile` on
+  __device__ explicit HopperBiasWork(const Cta& cta)
+      : Base(Cta::work_sizes(), cta.mask, cta.p.seqlen_q, blockIdx.x) {}
 
-  __device__ explicit HopperBiasWork(const Cta& cta) : cta(cta) { start(); }
-
-  __device__ bool has_item() const { return item < Cta::tiling().count; }
-  __device__ void next_item() {
-    item += gridDim.x;
-    start();
-  }
-  __device__ bool has_tile() const { return left > 0; }
-  __device__ void next_tile() {
-    advance();
-    skip_hidden();
-  }
-
-  // Index of the partial sum of the gradient tile.
-  __device__ int part() const { return item % Cta::tiling().parts; }
-
-  __device__ int batch() const { return output.batch + tile.batch; }
-  __device__ int head() const { return output.heads + tile.heads; }
-  // Return the first row and the first key of the score tile, and the first row of the cluster's.
-  __device__ int row() const { return block_row() + Cta::rank() * size; }
-  __device__ int block_row() const { return (output.rows + tile.rows) * block_rows; }
-  __device__ int key() const { return (output.keys + tile.keys) * size; }
-
- private:
-  __device__ void start() {
-    if (!has_item()) return;
-    const HopperBiasTiling& tiling = Cta::tiling();
-    output = tiling.outputs[item / tiling.parts];
-    // Tiles of different keys have different numbers of visible score tiles. The rotation avoids
-    // that gridDim.x, if a multiple of the number of tiles, assigns the same keys to a CTA always.
-    output.keys = (output.keys + output.rows) % tiling.outputs.keys;
-    const int first = part() * tiling.summed_per_part;
-    left = min(tiling.summed_per_part, int(tiling.summed.count()) - first);
-    tile = tiling.summed[first];
-    skip_hidden();
-  }
-
-  __device__ void advance() {
-    const ScoreTiles& summed = Cta::tiling().summed;
-    --left;
-    if (++tile.keys < summed.keys) return;
-    tile.keys = 0;
-    if (++tile.rows < summed.rows) return;
-    tile.rows = 0;
-    if (++tile.heads < summed.heads) return;
-    tile.heads = 0;
-    ++tile.batch;
-  }
-
-  __device__ void skip_hidden() {
-    while (left > 0 && is_hidden()) advance();
-  }
-  __device__ bool is_hidden() const {
-    if constexpr (!Config::causal && !Config::modified) return false;
-    const int last = min(block_row() + block_rows, cta.p.seqlen_q) - 1;
-    return key() >= cta.mask.visible_end(last) ||
-           key() + size <= cta.mask.visible_begin(block_row());
-  }
+  __device__ void next_item() { Base::next_item(gridDim.x); }
+  // Returns the first row of the CTA in the score tile of its cluster.
+  __device__ int row() const { return Base::first_row() + Cta::rank() * Cta::size; }
+  __device__ int key() const { return Base::first_key(); }
 };
 
 // Run by one lane. Loads the operands of all score tiles.
@@ -306,7 +237,7 @@ struct HopperBiasTileLoader {
     for (HopperBiasWork<Config> work(cta); work.has_item(); work.next_item()) {
       if (!work.has_tile()) continue;
       const int key = work.output.keys * Cta::size;
-      const int row = work.output.rows * work.block_rows + Cta::rank() * Cta::size;
+      const int row = work.output.rows * Cta::block_rows + Cta::rank() * Cta::size;
       // The tile comes from DRAM. It arrives in L2 while the consumers still read its predecessor.
 #pragma unroll
       for (int i = 0; i < Cta::consumers * BiasTile::boxes; ++i) {
@@ -638,7 +569,7 @@ struct HopperBiasConsumer {
   __device__ void write(Result* result, const ScoreTiles& output) const {
     const BiasGradient& gradient = cta.p.dbias;
     result += (int64(output.batch) * gradient.heads + output.heads) * gradient.rows * gradient.keys;
-    const int row = output.rows * Work::block_rows + Cta::rank() * size + lane_row();
+    const int row = output.rows * Cta::block_rows + Cta::rank() * size + lane_row();
     const int first_key = output.keys * size;
     if constexpr (!Config::bias_keeps_rows) {
       write_line(result, first_key);
@@ -751,7 +682,7 @@ __device__ void compute_hopper_bias_gradient(const GradientMaps& maps, const Gra
   const Cta cta(p, maps, ptx::shared_address(shared_memory));
   if (threadIdx.x == 0) {
     cta.init_barriers();
-    cta.init_tiling();
+    cta.init_work_sizes();
     ptx::prefetch_tensormap(&maps.q);
     ptx::prefetch_tensormap(&maps.k);
     ptx::prefetch_tensormap(&maps.v);

@@ -2,28 +2,9 @@
 // tiles that the tile of the bias is added to, which are those along its broadcast axes.
 #pragma once
 
+#include "backward/inputs/bias_work.cuh"
 #include "backward/params.cuh"
 #include "scheduler/tile_coord.cuh"
-
-// Number of score tiles along each axis, or the indices of one tile.
-struct ScoreTiles {
-  int batch;
-  int heads;
-  int rows;
-  int keys;
-
-  __device__ int64 count() const { return int64(batch) * heads * rows * keys; }
-
-  // Returns the indices of a tile, given its linear number.
-  template <class Number>
-  __device__ ScoreTiles operator[](Number number) const {
-    const int key = number % keys;
-    number /= keys;
-    const int row = number % rows;
-    number /= rows;
-    return {int(number / heads), int(number % heads), row, key};
-  }
-};
 
 // Axes of a bias that are not broadcast.
 template <class Config>

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from cupy_flash.families import input_gradients
 from cupy_flash.families.contract import MAX_GRID, ceil_div, heads_in_l2, round_up, why_not_scale
+from cupy_flash.families.input_gradients import BiasPlan
 from cupy_flash.families.schedule import ROW_TERMS, Launch, Schedule, TensorMapSpec
 from cupy_flash.problem.arrays import ITEMSIZE
 from cupy_flash.problem.device import Device
@@ -78,6 +79,7 @@ def schedule(
     section_heads: int = 0,
     tensor_maps: Mapping[str, TensorMapSpec] | None = None,
     params: Mapping[str, int] | None = None,
+    bias: BiasPlan | None = None,
 ) -> Schedule:
     """Return the schedule of a backward pass: preprocessing, `launches`, and input gradients.
 
@@ -95,7 +97,10 @@ def schedule(
         Tensor maps that the kernels take, by name.
     params
         Fields of the argument struct, see `Schedule`.
+    bias
+        Computation of the gradient of a bias; None for the kernel that runs on every GPU.
     """
+    bias = bias or input_gradients.bias_plan(problem, device)
     gradient = problem.gradient_spec
     blocks = _row_stats_blocks(problem)
     terms = Launch.of_gradients(ROW_TERMS, "preprocess", blocks, _ROW_STATS_THREADS)
@@ -105,20 +110,20 @@ def schedule(
         else sums.workspace(problem)
     )
     offsets = {}
-    for name, size in input_gradients.workspace(problem, device).items():
+    for name, size in input_gradients.workspace(problem, device, bias).items():
         offsets[name] = round_up(workspace, _WORKSPACE_ALIGNMENT)
         workspace = offsets[name] + size
     return Schedule(
         (
             terms,
             *(launch for launch in launches if launch.grid[0] and gradient.wants(*ROWS)),
-            *input_gradients.launches(problem, device),
+            *input_gradients.launches(problem, device, bias),
         ),
         workspace=workspace,
         section_heads=section_heads or heads_in_l2(problem, device),
         tensor_maps=tensor_maps or {},
         workspace_offsets=offsets,
-        params=params or {},
+        params={**(params or {}), **input_gradients.params(problem, bias)},
     )
 
 

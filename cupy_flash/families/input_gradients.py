@@ -6,6 +6,7 @@ These kernels recompute the scores and run after the kernels that compute dq, dk
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from cupy_flash.families.contract import ceil_div, round_up
 from cupy_flash.families.schedule import Launch
@@ -14,7 +15,7 @@ from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 
 # Members of `GradientParams` that receive addresses in the workspace.
-BIAS_PARTS, CAPTURE_SUMS = "bias_parts", "capture_sums"
+BIAS_PARTS, BIAS_RUNS, CAPTURE_SUMS = "bias_parts", "bias_runs", "capture_sums"
 
 _SINKS = "backward/inputs/sinks.cuh"
 _BIAS = "backward/inputs/bias.cuh"
@@ -31,19 +32,50 @@ _FIXED_BYTES = 16
 _FLAGS_OF_WORD = 16
 
 
-def launches(problem: Problem, device: Device) -> tuple[Launch, ...]:
+# Entry of the kernel that computes the gradient of a bias.
+BIAS_ENTRY = "bias_gradients"
+
+
+@dataclass(frozen=True)
+class BiasPlan:
+    """Computation of the gradient of a bias.
+
+    Attributes
+    ----------
+    launch
+        Launch of the kernel with the entry `BIAS_ENTRY`.
+    parts
+        Number of thread blocks over which the score tiles of one tile of the gradient are split.
+        Another kernel adds their partial sums.
+    runs
+        Number of bytes in the workspace for sums of runs of score tiles.
+    """
+
+    launch: Launch
+    parts: int
+    runs: int = 0
+
+
+def bias_plan(problem: Problem, device: Device) -> BiasPlan | None:
+    """Return the plan of a kernel that runs on every GPU; None if the call has no such gradient."""
+    bias = problem.gradient_spec.bias
+    if bias is None or 0 in bias:
+        return None
+    parts = _bias_parts(problem, device)
+    blocks = bias_tiles(problem) * parts
+    return BiasPlan(_tiled(problem, device, BIAS_ENTRY, blocks, _BIAS), parts)
+
+
+def launches(problem: Problem, device: Device, bias: BiasPlan | None) -> tuple[Launch, ...]:
     """Return the launches for the gradients of inputs other than q, k and v."""
     gradient = problem.gradient_spec
     kernels: list[Launch] = []
     if gradient.wants("sinks"):
         kernels.append(_launch("sink_gradients", problem.heads_q, _SINKS, threads=_SINK_THREADS))
-    if gradient.bias is not None and 0 not in gradient.bias:
-        parts = bias_parts(problem, device)
-        kernels.append(
-            _tiled(problem, device, "bias_gradients", bias_tiles(problem) * parts, _BIAS)
-        )
-        if parts > 1:
-            blocks = ceil_div(math.prod(gradient.bias), _THREADS)
+    if bias is not None:
+        kernels.append(bias.launch)
+        if bias.parts > 1:
+            blocks = ceil_div(_bias_elements(problem), _THREADS)
             kernels.append(_launch("bias_sums", blocks, _BIAS))
     if gradient.captured:
         blocks = _capture_blocks(problem, device)
@@ -106,7 +138,7 @@ def _score_tiles(problem: Problem) -> tuple[int, int, int, int]:
     return problem.batch, problem.heads_q, *tiles
 
 
-def _kept_axes(problem: Problem) -> tuple[bool, bool, bool, bool]:
+def kept_axes(problem: Problem) -> tuple[bool, bool, bool, bool]:
     """Return along which axes (batch, heads, rows, keys) the bias is not broadcast."""
     assert problem.gradient_spec.bias is not None
     batch, heads, rows, keys = (length > 1 for length in problem.gradient_spec.bias)
@@ -118,14 +150,14 @@ def bias_tiles(problem: Problem) -> int:
     """Return the number of tiles of the bias gradient; 0 if it is not computed."""
     if problem.gradient_spec.bias is None:
         return 0
-    axes = zip(_score_tiles(problem), _kept_axes(problem), strict=True)
+    axes = zip(_score_tiles(problem), kept_axes(problem), strict=True)
     return math.prod(tiles for tiles, is_kept in axes if is_kept)
 
 
-def bias_parts(problem: Problem, device: Device) -> int:
+def _bias_parts(problem: Problem, device: Device) -> int:
     """Return over how many thread blocks the score tiles of one bias gradient tile are split."""
     assert problem.gradient_spec.bias is not None
-    kept = _kept_axes(problem)
+    kept = kept_axes(problem)
     if problem.layout.packed_q and (kept[2] or problem.gradient_spec.bias[3] > problem.seqlen_k):
         # No thread block would write partial sums for rows and keys that belong to no sequence.
         return 1
@@ -135,18 +167,25 @@ def bias_parts(problem: Problem, device: Device) -> int:
     return max(1, min(passing, wanted))
 
 
+def _bias_elements(problem: Problem) -> int:
+    assert problem.gradient_spec.bias is not None
+    return math.prod(problem.gradient_spec.bias)
+
+
 def _capture_blocks(problem: Problem, device: Device) -> int:
     batch, heads, row_tiles, _ = _score_tiles(problem)
     return max(1, min(batch * heads * row_tiles, _BLOCKS_PER_SM * device.sm_count))
 
 
-def workspace(problem: Problem, device: Device) -> dict[str, int]:
+def workspace(problem: Problem, device: Device, bias: BiasPlan | None) -> dict[str, int]:
     """Return the size in bytes of each array in the workspace, by the `GradientParams` member."""
     gradient = problem.gradient_spec
     sizes = {}
     real = ITEMSIZE[problem.lse_dtype]
-    if gradient.bias is not None and (parts := bias_parts(problem, device)) > 1:
-        sizes[BIAS_PARTS] = parts * math.prod(gradient.bias) * real
+    if bias is not None and bias.parts > 1:
+        sizes[BIAS_PARTS] = bias.parts * _bias_elements(problem) * real
+    if bias is not None and bias.runs:
+        sizes[BIAS_RUNS] = bias.runs
     if gradient.captured:
         assert problem.score is not None
         largest = _capture_blocks(problem, device) * len(problem.score.differentiable) * real
@@ -155,7 +194,9 @@ def workspace(problem: Problem, device: Device) -> dict[str, int]:
     return sizes
 
 
-def bias_fields(problem: Problem, device: Device) -> tuple[int, ...] | None:
-    """Return the fields of `BiasGradient` except its address; None if it is not computed."""
-    bias = problem.gradient_spec.bias
-    return None if bias is None else (*bias, bias_parts(problem, device))
+def params(problem: Problem, bias: BiasPlan | None) -> dict[str, tuple[int, ...]]:
+    """Return the fields of `BiasGradient` except its address, if the gradient is computed."""
+    shape = problem.gradient_spec.bias
+    if shape is None:
+        return {}
+    return {"dbias": (*shape, 1 if bias is None else bias.parts)}

@@ -26,6 +26,7 @@ _TYPES = {
     "biased_maps": "BiasedTensorMaps",
     "mla_maps": "MlaTensorMaps",
     "gradient_maps": "GradientMaps",
+    "bias_gradient_maps": "BiasGradientMaps",
 }
 # Argument lists that a kernel may have.
 _ARGUMENTS = (
@@ -38,6 +39,7 @@ _ARGUMENTS = (
     ("maps", "float8_params"),
     ("gradients",),
     ("gradient_maps", "gradients"),
+    ("bias_gradient_maps", "gradients"),
 )
 
 
@@ -101,7 +103,8 @@ class Launch:
         Names of the kernel's arguments, in order. Forward: the tensor maps, if any ("maps",
         "biased_maps" with the bias, "mla_maps" for MLA), and "params" (`params.py`), which is
         "quantized_params" for an 8-bit KV cache and "float8_params" for float8 inputs. Backward:
-        the tensor maps, if any ("gradient_maps"), and "gradients".
+        the tensor maps, if any ("gradient_maps", or "bias_gradient_maps" with the bias), and
+        "gradients".
     source
         File that contains the function, if it is not the family's own `.cu`.
     """

@@ -30,6 +30,7 @@ struct GradientParams : Params {
   void* dsinks;      // gradient of the sinks, shape (heads_q), or null
   BiasGradient dbias;
   void* bias_parts;    // partial sums of dbias in the workspace, see inputs/bias.cuh
+  void* bias_runs;     // sums of runs in the workspace, see hopper/bias_gradients.cuh
   void* capture_sums;  // sums of dcaptures in the workspace, see inputs/captures.cuh
   // With Config::splits_queries: sums of dk and dv of KV tiles in the workspace, after their
   // semaphores, and the number of chunks of query heads and of query tiles, see query_chunks.cuh.

@@ -15,12 +15,19 @@ constexpr bool changes_slope() {
   }
 }
 
+// Loads the bias of a pair of any query row when the pair needs it.
+struct PairsOnDemand {
+  __device__ LoadOnDemand operator()(int) const { return {}; }
+};
+
 // Softmax backward of the pairs of `Queries` rows and `Keys` keys that a thread holds.
 // `score(r, n)` is the score of query `row_of(r)` and key `first_key + step(n)`, where `step(n)` is
-// constant and grows with n. `stats(r)` returns the row statistics of query `row_of(r)`.
+// constant and grows with n. `stats(r)` returns the row statistics of query `row_of(r)`, and
+// `pairs(r)` has its bias (see `ModifiedRows`).
 // `AnyParams` is a template parameter because only translation units with modifications have
 // `p.mods`.
-template <class Config, int Queries, int Keys, class AnyParams = GradientParams>
+template <class Config, int Queries, int Keys, class AnyParams = GradientParams,
+          class Pairs = PairsOnDemand>
 struct SoftmaxBackward {
   using T = Accumulator<typename Config::Element>;
   using Mods = typename Config::Mods;
@@ -35,6 +42,7 @@ struct SoftmaxBackward {
   T scale_log2;
   T one = 1;       // number that represents P = 1; not 1 if P is scaled
   T log2_one = 0;  // log2 of `one`; `stats(r).lse_log2` is reduced by it
+  Pairs pairs = {};
 
   // Replaces `score(r, n)`, which is S, by P, and `gradient(r, n)`, which is dP, by dS. `Masked`
   // says that pairs may be masked by position or lie past the last row. If `OfScaled`, dS is the
@@ -195,9 +203,9 @@ struct SoftmaxBackward {
           const T x = score(r, n);
           T exponent, slope = 1;
           if constexpr (Mods::changes_scores) {
-            exponent = Mods::template exponent<Inside>(p.mods, mod, keys, step(n), x);
+            exponent = Mods::template exponent<Inside>(p.mods, mod, keys, step(n), x, pairs(r));
             if constexpr (OfScaled && Mods::changes_slope) {
-              slope = Mods::template slope<Inside>(p.mods, mod, keys, step(n), x);
+              slope = Mods::template slope<Inside>(p.mods, mod, keys, step(n), x, pairs(r));
             }
           } else {
             exponent = fma(x, scale_log2, -lse_log2);

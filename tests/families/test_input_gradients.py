@@ -73,7 +73,7 @@ def test_only_kernels_of_what_is_wanted_are_launched_in_every_family(
 def test_blocks_share_what_is_added_up_to_few_tiles_of_a_bias(
     shape: tuple[int, ...], tiles: int
 ) -> None:
-    of = plan("bias", bias=shape)
+    of = plan("bias", bias=shape, family="mma")
     assert of.device is not None
     wanted = 2 * of.device.sm_count
     (launch,) = (x for x in of.launches if x.entry == "bias_gradients")
@@ -83,7 +83,7 @@ def test_blocks_share_what_is_added_up_to_few_tiles_of_a_bias(
     everything = BATCH * HEADS * 5 * 8
     assert parts == max(1, min(everything // tiles, -(-wanted // tiles)))
     assert ("bias_sums" in entries(of)) == (parts > 1)
-    without = plan("sinks", bias=shape).workspace
+    without = plan("sinks", bias=shape, family="mma").workspace
     assert (of.workspace == without) == (parts == 1)
     if parts > 1:
         assert 0 <= of.workspace - without - 4 * parts * math.prod(shape) < 512

@@ -30,6 +30,17 @@ SINKS = np.zeros(HEADS, np.float32)
 LENGTHS = np.array([99], np.int32)
 PREFIX = {"window_size": (99, 40), "prefix_lens": np.array([64], np.int32)}
 OFFSETS = {"window_size": (99, 40), "q_offset": np.array([64], np.int32)}
+# Tuples of dtype, head_dim, limit of spilled bytes, bias and options, for the kernel of bias
+# gradients on Hopper.
+BIASES: list[tuple[str, int, int, np.ndarray, dict[str, Any]]] = [
+    ("float16", 64, 0, BIAS, {}),
+    ("float16", 128, 0, BIAS, {"causal": True}),
+    ("float16", 256, 0, BIAS, {"causal": True}),
+    ("float16", 96, 0, BIAS, {"causal": True, "window_size": (99, 0)}),
+    ("float16", 128, 0, BIAS[:, :1, :1], {"causal": True}),
+    ("float16", 128, 0, BIAS[..., :1], {"causal": True}),
+    ("bfloat16", 64, 32, BIAS.astype(np.float32), {"causal": True, "grad_dtype": "float32"}),
+]
 # Tuples of family, architecture, dtype, head_dim, limit of spilled bytes, options.
 UNITS: list[tuple[str, str, str, int, int, dict[str, Any]]] = [
     ("hopper", "sm_90", "float16", 128, 52, {"window_size": (99, 0), "softcap": 30.0}),
@@ -50,6 +61,10 @@ UNITS: list[tuple[str, str, str, int, int, dict[str, Any]]] = [
     ("hopper", "sm_90", "bfloat16", 256, 120, {"seqlens_k": LENGTHS}),
     ("hopper", "sm_90", "bfloat16", 128, 232, {"mask_mod": DOCUMENTS}),
     ("mma", "sm_86", "float16", 64, 0, {"wrt": ("q", "bias"), "bias": BIAS}),
+    *(
+        ("hopper", "sm_90", dtype, head_dim, spilled, {"wrt": ("bias",), "bias": bias} | options)
+        for dtype, head_dim, spilled, bias, options in BIASES
+    ),
     ("mma", "sm_90", "float32", 64, 172, {"softcap": 30.0}),
     ("mma", "sm_100", "bfloat16", 256, 32, {"score_mod": TABLE}),
     ("mma", "sm_90", "bfloat16", 512, 0, {"causal": True}),

@@ -20,7 +20,6 @@ from cupy_flash.calls.gpu.allocate import (
 from cupy_flash.calls.gpu.forward import loaded_launches
 from cupy_flash.calls.gpu.prepared_calls import Context, Operation
 from cupy_flash.calls.options import Options
-from cupy_flash.families.input_gradients import bias_fields
 from cupy_flash.gpu.counters import shared
 from cupy_flash.gpu.launch import Launches
 from cupy_flash.mods.captures import prefixed
@@ -116,9 +115,6 @@ def prepare(arguments: GradientArguments, options: Options, context: Context) ->
     sources |= {name: name for name in optional if getattr(arguments, name) is not None}
     if problem.layout.kind == "padded":
         sources["seqused_k"] = "seqlens_k"
-    fixed = {}
-    if (bias_members := bias_fields(problem, context.device)) is not None:
-        fixed["dbias"] = bias_members
     results = tuple(_RESULT + name for name in options.wrt)
     names = (*fields, *results, _WORKSPACE, *offsets)
     given = {
@@ -137,7 +133,7 @@ def prepare(arguments: GradientArguments, options: Options, context: Context) ->
         scratch=memory_allocator(plan.workspace, uses_torch=context.uses_torch),
         uses_torch=context.uses_torch,
         workspace_offsets=tuple(offsets.values()),
-        launches=loaded_launches(plan, options, mod_arrays, fixed, sources, names),
+        launches=loaded_launches(plan, options, mod_arrays, {}, sources, names),
         cleared=tuple(
             index
             for index, name in enumerate(options.wrt)

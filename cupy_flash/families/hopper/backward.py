@@ -16,6 +16,7 @@ from cupy_flash.families.contract import (
     tile_members,
     why_not_shared_memory,
 )
+from cupy_flash.families.hopper import bias_gradients
 from cupy_flash.families.hopper.sm90 import BARRIER_BYTES, WARPGROUP, WARPGROUP_ROWS, why_not_device
 from cupy_flash.families.hopper.tensor_maps import map_spec, why_not_rows, why_not_strides
 from cupy_flash.families.schedule import (
@@ -219,8 +220,9 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             launches,
             self._sums(problem, tile),
             _section(problem, device, chunks),
-            _tensor_maps(problem, tile),
+            _tensor_maps(problem, tile) | bias_gradients.tensor_maps(problem),
             {"ascending_blocks": _ascending_blocks(problem, device, blocks, tile.Bc)},
+            bias_gradients.bias_plan(problem, device),
         )
         return backward_common.with_chunks(
             schedule, chunks, kv_blocks, 2, WARPGROUP_ROWS * sum(_padded_dims(problem))
@@ -236,7 +238,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         gradient = problem.gradient_spec
         dim, dim_v = _padded_dims(problem)
         producer_registers, consumer_registers = _register_split(problem, tile)
-        return {
+        members = {
             **tile_members(tile, _TILE_MEMBERS),
             "padded_dim": dim,
             "padded_dim_v": dim_v,
@@ -245,7 +247,9 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             "wide": _is_wide(problem),
             "shared_memory": self.shared_memory(problem, tile),
             **{f"wants_{name}": gradient.wants(name) for name in ROWS},
-        } | backward_common.config(
+        }
+        members |= bias_gradients.config(problem)
+        return members | backward_common.config(
             problem,
             self._sums(problem, tile),
             last_writes=_last_writes(problem),

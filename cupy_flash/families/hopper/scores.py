@@ -21,16 +21,21 @@ _LOW_ROW_COUNTERS = 2
 _MMA = MmaFamily()
 
 
-def streams_bias(problem: Problem) -> bool:
-    """Return whether TMA loads tiles of a bias in addition to keys and values."""
+def can_stream_bias(problem: Problem) -> bool:
+    """Return whether TMA can load tiles of a bias."""
     score = problem.score
     bias = score.bias if score is not None else None
     if bias is None or bias.dtype != problem.dtype or bias.alignment < STRIDE_UNIT:
         return False
-    if not problem.layout.is_dense or problem.seqlen_k == 0 or _has_edges(problem):
+    if not problem.layout.is_dense or problem.seqlen_k == 0:
         return False
     most = MAX_STRIDE // problem.itemsize
     return all(0 <= stride < most for stride in bias.strides)
+
+
+def streams_bias(problem: Problem) -> bool:
+    """Return whether TMA loads tiles of a bias in addition to keys and values."""
+    return can_stream_bias(problem) and not _has_edges(problem)
 
 
 def bias_strides(problem: Problem) -> tuple[int, int, int]:

@@ -430,7 +430,8 @@ struct HopperGradientProducts {
 #pragma unroll
       for (int i = 0; i < dq_column_tiles / 2; ++i) {
         const float* two = sums + 8 * i + 2 * half;
-        chunks[i] = exchange(pack<Gradient>(two[0], two[1]), pack<Gradient>(two[4], two[5]));
+        chunks[i] = exchange_columns<Gradient>(pack<Gradient>(two[0], two[1]),
+                                               pack<Gradient>(two[4], two[5]));
       }
       if (row >= cta.sequence.seqlen_q) continue;
 #pragma unroll
@@ -440,15 +441,6 @@ struct HopperGradientProducts {
             target + lane_column + 16 * i, chunks[i], Config::head_dim - lane_column - 16 * i);
       }
     }
-  }
-
-  // Exchanges columns with the neighbouring lane. Before, each lane holds two columns in each of
-  // two groups of eight columns; afterwards, it holds four consecutive columns of one group.
-  __device__ static Vector<Gradient, 4> exchange(unsigned first, unsigned second) {
-    const bool is_odd = threadIdx.x % 2;
-    const unsigned received = __shfl_xor_sync(~0u, is_odd ? first : second, 1);
-    const unsigned pairs[2] = {is_odd ? received : first, is_odd ? second : received};
-    return reinterpret_cast<const Vector<Gradient, 4>&>(pairs);
   }
 
   // ---- dk and dv.

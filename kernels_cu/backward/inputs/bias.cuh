@@ -5,64 +5,39 @@
 // CTAs compute one tile: each writes a partial sum to the workspace, and another kernel adds these.
 #pragma once
 
+#include "backward/inputs/bias_tiles.cuh"
 #include "backward/inputs/compensated_sum.cuh"
-#include "backward/params.cuh"
 #include "backward/inputs/score_gradients.cuh"
+#include "backward/params.cuh"
 #include "scheduler/tile_coord.cuh"
 #include "score/capture.cuh"
 
 template <class Config>
-struct BiasGradients {
+struct BiasGradients : BiasAxes<Config> {
   using Scores = ScoreGradients<Config>;
   using T = typename Scores::T;
   static constexpr int size = Scores::size, stride = Scores::stride;
 
-  // Number of score tiles along each axis, or the indices of one tile.
-  struct Tiles {
-    int batch;
-    int heads;
-    int rows;
-    int keys;
+  using Axes = BiasAxes<Config>;
+  using Axes::is_packed, Axes::keeps_keys, Axes::keeps_rows, Axes::p;
 
-    __device__ int64 count() const { return int64(batch) * heads * rows * keys; }
-    // Returns the indices of a tile, given its linear number.
-    __device__ Tiles operator[](int64 number) const {
-      const int key = number % keys;
-      number /= keys;
-      const int row = number % rows;
-      number /= rows;
-      return {int(number / heads), int(number % heads), row, key};
-    }
-  };
-
-  const GradientParams& p;
   const BiasGradient& gradient;
   unsigned char* const memory;  // shared memory: operands, and at the end the output tile
-  const bool is_packed = Config::has_seqlens && p.cu_seqlens_q != nullptr;
-  const bool keeps_rows = gradient.rows > 1;
-  const bool keeps_keys = gradient.keys > 1;
-  // A packed bias has no batch axis: each of its rows belongs to one sequence.
-  const bool keeps_batch = is_packed ? keeps_rows : gradient.batch > 1;
-  const bool keeps_heads = gradient.heads > 1;
   CompensatedSum<T> sums[Scores::rows_per_thread][Scores::keys_per_thread];
 
   __device__ BiasGradients(const GradientParams& p, unsigned char* memory)
-      : p(p), gradient(p.dbias), memory(memory) {}
+      : Axes(p), gradient(p.dbias), memory(memory) {}
 
   template <class Gradient>
   __device__ void run() {
-    const int row_tiles = ceil_div(p.seqlen_q, size), key_tiles = ceil_div(p.seqlen_k, size);
-    const Tiles output_tiles = {keeps_batch ? p.batch : 1, keeps_heads ? p.heads_q : 1,
-                                keeps_rows ? row_tiles : 1, keeps_keys ? key_tiles : 1};
-    const Tiles summed_tiles = {keeps_batch ? 1 : p.batch, keeps_heads ? 1 : p.heads_q,
-                                keeps_rows ? 1 : row_tiles, keeps_keys ? 1 : key_tiles};
+    const ScoreTiles output_tiles = Axes::output_tiles(size, size);
+    const ScoreTiles summed_tiles = Axes::summed_tiles(size, size);
     const int part = blockIdx.x % gradient.parts;
-    const Tiles output_tile = output_tiles[blockIdx.x / gradient.parts];
+    const ScoreTiles output_tile = output_tiles[blockIdx.x / gradient.parts];
     const int64 tiles_per_part = (summed_tiles.count() + gradient.parts - 1) / gradient.parts;
     const int64 end = min((part + 1) * tiles_per_part, summed_tiles.count());
     for (int64 number = part * tiles_per_part; number < end; ++number) {
-      const Tiles summed_tile = summed_tiles[number];
-      // Along each axis, one of both indices is 0, so their sum is the index of the score tile.
+      const ScoreTiles summed_tile = summed_tiles[number];
       add_tile(output_tile.batch + summed_tile.batch, output_tile.heads + summed_tile.heads,
                (output_tile.rows + summed_tile.rows) * size,
                (output_tile.keys + summed_tile.keys) * size);
@@ -95,7 +70,7 @@ struct BiasGradients {
   }
 
   template <class Result>
-  __device__ void write(Result* result, const Tiles& output_tile) {
+  __device__ void write(Result* result, const ScoreTiles& output_tile) {
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < Scores::rows_per_thread; ++i) {

@@ -11,7 +11,7 @@ from support.calls.modified_calls import DTYPES, SCORE_MODS, ModifiedCall
 from support.gpu import cupy
 from support.gpu.gpu_support import capture_call
 from support.gradients.gradient_calls import GradientCall
-from support.gradients.gradient_rule import check_gradients
+from support.gradients.gradient_rule import check_repeatedly
 
 import cupy_flash
 from cupy_flash.families import FAMILIES
@@ -56,17 +56,6 @@ def make_call(
     return call
 
 
-def check(call: GradientCall, **how: Any) -> dict[str, np.ndarray]:
-    """Check the gradients, and that further calls give the same bits; return the gradients."""
-    found = call.run(cupy, **how)
-    check_gradients(call, found)
-    for _ in range(3):
-        again = call.run(cupy, **how)
-        for name, gradient in found.items():
-            np.testing.assert_array_equal(gradient.view(np.uint8), again[name].view(np.uint8))
-    return found
-
-
 @pytest.fixture
 def made_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, dict[str, Any]]]:
     """Return a function that makes a score modification whose captures have gradients."""
@@ -88,13 +77,13 @@ def test_a_bias_may_be_broadcast_along_any_axes(kind: str, dtype: str) -> None:
     for shared in np.ndindex((2,) * len(whole)):
         shape = tuple(1 if one else n for one, n in zip(shared, whole, strict=True))
         bias = rng.standard_normal(shape).astype(DTYPES[dtype])
-        check(make_call(dtype, kind, bias=bias))
+        check_repeatedly(make_call(dtype, kind, bias=bias))
 
 
 def test_a_bias_may_have_fewer_axes_than_scores_and_any_strides() -> None:
     rng = np.random.default_rng(2)
     bias = rng.standard_normal((SEQLEN_K, SEQLEN_Q)).astype(np.float32).T
-    (gradient,) = check(make_call(bias=bias)).values()
+    (gradient,) = check_repeatedly(make_call(bias=bias)).values()
     assert gradient.shape == (SEQLEN_Q, SEQLEN_K)
 
 
@@ -103,7 +92,9 @@ def test_a_bias_may_have_fewer_axes_than_scores_and_any_strides() -> None:
 def test_every_pair_reads_a_table_of_distances(kind: str, dtype: str) -> None:
     rng = np.random.default_rng(3)
     table = rng.standard_normal((HEADS, 41)).astype(DTYPES[dtype])
-    check(make_call(dtype, kind, ("table", {"table": table, "differentiable": ("table",)})))
+    check_repeatedly(
+        make_call(dtype, kind, ("table", {"table": table, "differentiable": ("table",)}))
+    )
 
 
 def test_an_array_may_be_read_twice_and_another_beside_it(made_of) -> None:
@@ -114,18 +105,20 @@ def test_an_array_may_be_read_twice_and_another_beside_it(made_of) -> None:
 
     table, gain = rng.standard_normal((HEADS, 9)), rng.uniform(0.5, 1.5, HEADS)
     mod = made_of(function, table=table.astype(np.float16), gain=gain)
-    check(make_call(mod=mod))
+    check_repeatedly(make_call(mod=mod))
 
 
 def test_an_array_may_have_an_element_for_each_pair(made_of) -> None:
     rng = np.random.default_rng(5)
     whole = rng.standard_normal((HEADS, SEQLEN_K, SEQLEN_K)).astype(np.float32)
-    check(make_call(mod=made_of(lambda score, h, i, j, near: score + near[h, i, j], near=whole)))
+    check_repeatedly(
+        make_call(mod=made_of(lambda score, h, i, j, near: score + near[h, i, j], near=whole))
+    )
 
 
 def test_an_array_may_have_no_axes(made_of) -> None:
     gain = np.array([1.25], np.float32)
-    (expected,) = check(
+    (expected,) = check_repeatedly(
         make_call(mod=made_of(lambda score, gain: score * gain[0], gain=gain))
     ).values()
     call = make_call(mod=made_of(lambda score, gain: score * gain, gain=gain.reshape(())))
@@ -144,9 +137,9 @@ def test_all_gradients_of_a_call_in_every_family(family: str) -> None:
         sinks=rng.standard_normal(HEADS).astype(np.float32),
     )
     call.wrt = ("sinks", "v", "score_mod.table", "q", "bias", "k")
-    check(call, family=family)
+    check_repeatedly(call, family=family)
     call.grad_dtype = "float32"
-    check(call, family=family)
+    check_repeatedly(call, family=family)
 
 
 @pytest.mark.parametrize("kind", ["dense", "varlen"])
@@ -175,7 +168,7 @@ def test_rows_that_see_nothing_leave_no_trace_of_dout_in_sinks() -> None:
     sinks = np.array([-np.inf, -3, 0, 20], np.float32)
     call = make_call(mask=seen, sinks=sinks)
     call.dlse = rng.standard_normal((BATCH, HEADS, SEQLEN_Q)).astype(np.float32)
-    expected = check(call)
+    expected = check_repeatedly(call)
     call.dout[~seen[:, 0, :, 0]] = np.nan
     found = call.run(cupy)
     np.testing.assert_array_equal(found["sinks"], expected["sinks"])

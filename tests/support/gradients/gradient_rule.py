@@ -37,6 +37,7 @@ from cupy_flash.cpu.forward_pass import compute_dtype
 from cupy_flash.reference.dense import max_error
 from cupy_flash.reference.gradients import gradient_bound
 from support.calls.modified_calls import DTYPES
+from support.gpu import cupy
 from support.gradients.gradient_calls import UNSPLIT, GradientCall
 
 
@@ -58,6 +59,17 @@ def check_gradients(call: GradientCall, got: Mapping[str, Any] | Sequence[Any]) 
             assert not left.any(), f"d{name} of what is not seen is not 0: {call}"
         for part in call.parts if name in call.parts[0].of else [UNSPLIT]:
             _check_part(call, name, gradient, part.of.get(name, ...), part.lse)
+
+
+def check_repeatedly(call: GradientCall, xp: Any = cupy, **how: Any) -> dict[str, np.ndarray]:
+    """Check the gradients, and that further calls give the same bits; return the gradients."""
+    found = call.run(xp, **how)
+    check_gradients(call, found)
+    for _ in range(3):
+        again = call.run(xp, **how)
+        for name, gradient in found.items():
+            np.testing.assert_array_equal(gradient.view(np.uint8), again[name].view(np.uint8))
+    return found
 
 
 def allowed_error(call: GradientCall, name: str, at: Any, lse: Any) -> float:

@@ -1,0 +1,35 @@
+// Division of the gradient of a bias into tiles. A tile of the gradient is a sum over the score
+// tiles that the tile of the bias is added to, which are those along its broadcast axes.
+#pragma once
+
+#include "backward/inputs/bias_work.cuh"
+#include "backward/params.cuh"
+#include "scheduler/tile_coord.cuh"
+
+// Axes of a bias that are not broadcast.
+template <class Config>
+struct BiasAxes {
+  const GradientParams& p;
+  const bool is_packed = Config::has_seqlens && p.cu_seqlens_q != nullptr;
+  const bool keeps_rows = p.dbias.rows > 1;
+  const bool keeps_keys = p.dbias.keys > 1;
+  // A packed bias has no batch axis: each of its rows belongs to one sequence.
+  const bool keeps_batch = is_packed ? keeps_rows : p.dbias.batch > 1;
+  const bool keeps_heads = p.dbias.heads > 1;
+
+  __device__ explicit BiasAxes(const GradientParams& p) : p(p) {}
+
+  // Return the number of gradient tiles, and of score tiles that are summed into each of them, of
+  // `rows` x `keys` scores. Along each axis, one of both numbers is 1, so the indices of a gradient
+  // tile plus those of a summed tile are the indices of a score tile.
+  __device__ ScoreTiles output_tiles(int rows, int keys) const {
+    return {keeps_batch ? p.batch : 1, keeps_heads ? p.heads_q : 1,
+            keeps_rows ? ceil_div(p.seqlen_q, rows) : 1,
+            keeps_keys ? ceil_div(p.seqlen_k, keys) : 1};
+  }
+  __device__ ScoreTiles summed_tiles(int rows, int keys) const {
+    return {keeps_batch ? 1 : p.batch, keeps_heads ? 1 : p.heads_q,
+            keeps_rows ? 1 : ceil_div(p.seqlen_q, rows),
+            keeps_keys ? 1 : ceil_div(p.seqlen_k, keys)};
+  }
+};

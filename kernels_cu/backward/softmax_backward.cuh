@@ -18,14 +18,20 @@ constexpr bool changes_slope() {
 // Softmax backward of the pairs of `Queries` rows and `Keys` keys that a thread holds.
 // `score(r, n)` is the score of query `row_of(r)` and key `first_key + step(n)`, where `step(n)` is
 // constant and grows with n. `stats(r)` returns the row statistics of query `row_of(r)`.
-// `AnyParams` is a template parameter because only translation units with modifications have
-// `p.mods`.
-template <class Config, int Queries, int Keys, class AnyParams = GradientParams>
+// With `Listed`, unmasked tiles have no pair that functions mask. Otherwise their tiles are masked
+// by position only. `AnyParams` is a template parameter because only translation units with
+// modifications have `p.mods`.
+template <class Config, int Queries, int Keys, bool Listed = false,
+          class AnyParams = GradientParams>
 struct SoftmaxBackward {
   using T = Accumulator<typename Config::Element>;
   using Mods = typename Config::Mods;
   using Math = SoftmaxMath<T>;
-  static constexpr bool is_modified = Mods::changes_scores || Mods::masks_pairs;
+  // Whether functions are evaluated for tiles that are, or are not, masked.
+  template <bool Masked>
+  static constexpr bool masks_pairs = Mods::masks_pairs && (Masked || !Listed);
+  template <bool Masked>
+  static constexpr bool is_modified = Mods::changes_scores || masks_pairs<Masked>;
 
   const AnyParams& p;
   const Mask<Config>& mask;
@@ -155,7 +161,7 @@ struct SoftmaxBackward {
             class Store>
   __device__ void for_each_pair(RowOf row_of, int first_key, Stats stats, Score score, Step step,
                                 Store store, int first, int last) const {
-    if constexpr (is_modified) {
+    if constexpr (is_modified<Masked>) {
       if constexpr (Mods::has_bounds) {
         bool is_inside = true;
 #pragma unroll
@@ -187,7 +193,7 @@ struct SoftmaxBackward {
       VisibleRange visible = {};
       if constexpr (Masked) visible = visible_range(row, first_key);
       const bool has_one_key = Masked && checks_positions && count(row) == 1;
-      if constexpr (is_modified) {
+      if constexpr (is_modified<Masked>) {
         const auto mod = mod_row(row, lse_log2);
         const auto keys = Mods::keys(p.mods, mod, first_key);
 #pragma unroll
@@ -203,7 +209,7 @@ struct SoftmaxBackward {
             exponent = fma(x, scale_log2, -lse_log2);
           }
           bool is_visible = !Masked || visible.include(step(n));
-          if constexpr (Mods::masks_pairs) {
+          if constexpr (masks_pairs<Masked>) {
             is_visible =
                 is_visible && Mods::template is_visible<Inside>(p.mods, mod, keys, step(n));
           }

@@ -10,6 +10,9 @@ from cupy_flash.families import backward_common
 from cupy_flash.families.backward_common import QuerySums
 from cupy_flash.families.contract import (
     Family,
+    QueryTileLists,
+    ceil_div,
+    may_have_block_mask,
     remembers_last,
     round_up,
     tile_members,
@@ -50,6 +53,11 @@ _BLOCK_INFO_BYTES = 96
 _ROW_STATS_BYTES = 8
 # Number of dS tiles that consumers exchange: while one is written, products still read the other.
 _PAIR_STAGES = 2
+# Largest number of bytes of the lists of query tiles in a block mask, and of the visible pairs of
+# their entries. The pairs of 32768 queries and keys take 134 MB if sequences and heads share them.
+_LIST_BYTES = _PAIR_BYTES = 150_000_000
+# Bounds of the query tiles and of the KV tiles that an entry of a list can describe.
+_MAX_QUERY_TILES, _MAX_KV_TILES = 2**16, 2**13
 # Number of threads of the kernel that converts the dq accumulator to dq.
 _SUM_THREADS = 256
 
@@ -82,6 +90,38 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
     tile_type = HopperBackwardTile
     arch_specific = True
     serves_sequences = True
+    reads_block_masks = True
+
+    def uses_block_mask(self, problem: Problem) -> bool:
+        """Return whether the kernels read a block mask of the problem."""
+        if not may_have_block_mask(problem):
+            return False
+        query_tiles, kv_tiles = _max_tiles(problem)
+        size = _lists(problem) * kv_tiles * query_tiles * 4
+        return query_tiles < _MAX_QUERY_TILES and kv_tiles < _MAX_KV_TILES and size <= _LIST_BYTES
+
+    def query_tile_lists(self, problem: Problem) -> QueryTileLists | None:
+        """Return the lists of query tiles that a block mask has for the kernels, or None."""
+        if not self.uses_block_mask(problem):
+            return None
+        group = problem.heads_q // problem.heads_kv
+        return QueryTileLists(group, self._stores_pairs(problem))
+
+    def _stores_pairs(self, problem: Problem) -> bool:
+        """Return whether the block mask stores the visible pairs of partial tiles.
+
+        Query heads that share a list must have the same pairs. The pairs must include all that
+        positions mask, so there is no prefix. If functions change scores, kernels evaluate them
+        together with the mask.
+        """
+        score = problem.score
+        if score is None or not self.uses_block_mask(problem):
+            return False
+        query_tiles, kv_tiles = _max_tiles(problem)
+        tile_bytes = WARPGROUP_ROWS * (1 if _is_wide(problem) else 2) * WARPGROUP_ROWS // 8
+        size = _lists(problem) * kv_tiles * (query_tiles + 1) * tile_bytes
+        shares = problem.heads_q == problem.heads_kv or not score.mask_varies[1]
+        return shares and not score.prefix and not score.changes_scores and size <= _PAIR_BYTES
 
     def _why_not(self, problem: Problem, device: Device) -> str | None:
         if problem.itemsize != 2:
@@ -152,6 +192,8 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         total = tile.Bc * (dim + dim_v) * size
         total += tile.Br * (tile.q_stages * dim + tile.dout_stages * dim_v) * size
         total += tile.q_stages * tile.Br * _ROW_STATS_BYTES
+        if self._stores_pairs(problem):
+            total += tile.q_stages * tile.Br * tile.Bc // 8
         pairs = tile.Br * tile.Bc * size
         if _is_wide(problem):
             # P is always stored, and dS only if dq is computed.
@@ -222,13 +264,26 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
                 last_writes=_last_writes(problem),
                 splits_heads=_may_split_heads(problem),
             )
-            | {"kv_Bc": tile.Bc}
+            | {"kv_Bc": tile.Bc, "stores_pairs": self._stores_pairs(problem)}
         )
 
 
 def _is_wide(problem: Problem) -> bool:
     """Return whether dk and dv of 64 keys need the registers of two consumers."""
     return max(problem.head_dim, problem.head_dim_v) > _WIDEST
+
+
+def _max_tiles(problem: Problem) -> tuple[int, int]:
+    """Return the number of query tiles of the smallest Br, and the number of KV tiles."""
+    keys = WARPGROUP_ROWS if _is_wide(problem) else 2 * WARPGROUP_ROWS
+    return ceil_div(problem.seqlen_q, WARPGROUP_ROWS), ceil_div(problem.seqlen_k, keys)
+
+
+def _lists(problem: Problem) -> int:
+    """Return the number of sequences and KV heads whose lists of query tiles may differ."""
+    assert problem.score is not None
+    of_batch, of_head = problem.score.mask_varies
+    return (problem.batch if of_batch else 1) * (problem.heads_kv if of_head else 1)
 
 
 def _last_writes(problem: Problem) -> bool:

@@ -20,7 +20,7 @@
 // them: -delta initializes the accumulators of dP.
 #pragma once
 
-#include "backward/hopper/cta.cuh"
+#include "backward/hopper/listed_tiles.cuh"
 #include "backward/hopper/head_chunks.cuh"
 #include "backward/hopper/products.cuh"
 #include "ptx/sm90a.cuh"
@@ -53,6 +53,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
   Scores scores;                       // S^T, then P^T
   Scores gradients;                    // -delta, then dP^T - delta, then dS^T
   typename Base::LaneRows lse_log2;    // of the query rows of the next `scores`
+  unsigned visible_pairs;              // of the next `scores`
   unsigned keys[keeps_keys ? 4 * Base::k_steps : 1];
   unsigned values[keeps_keys ? 4 * Base::k_steps_v : 1];
 
@@ -147,7 +148,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     if constexpr (computes_dq) {
       Base::template wait<wants_k>(dq_part);
       if constexpr (Cta::last_writes) {
-        if (cta.order.is_last_cta(step.tile)) {
+        if (cta.is_last_cta(step)) {
           finish_dq(dq_part, step, stage);
         } else {
           write_dq_sums(dq_part);
@@ -185,6 +186,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
   // Loads the row statistics of a part into the registers where the next products need them.
   __device__ void load_stats(int part) {
     Base::load_lse(lse_log2, part);
+    visible_pairs = Base::load_visible_pairs(part);
     typename Base::LaneRows minus_delta;
     Base::load_minus_delta(minus_delta, part);
     Base::broadcast_minus_delta(gradients, minus_delta);
@@ -198,16 +200,16 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
       Base::start_dp(gradients, values, Part, [](int) {});
       Base::template wait<0>(gradients);
       Base::compute_p_and_ds(scores, gradients, lse_log2, step, Part, is_masked);
-    } else if constexpr (wants_ds && !Config::modified) {
+    } else if constexpr (wants_ds && Base::masks_p) {
       // Masked and unmasked tiles run the same code. It computes all P; masked P are then set to 0.
       Base::start_dp(gradients, values, Part, [&](int i) {
         Base::template compute_p<false>(scores, lse_log2, step, Part, i * rows / Base::k_steps_v,
                                         (i + 1) * rows / Base::k_steps_v);
       });
-      if (is_masked) Base::mask_p(scores, step, Part);
+      if (is_masked) Base::mask_p(scores, step, Part, visible_pairs);
     } else {
       if constexpr (wants_ds) Base::start_dp(gradients, values, Part, [](int) {});
-      Base::compute_all_p(scores, lse_log2, step, Part, is_masked);
+      Base::compute_all_p(scores, lse_log2, step, Part, is_masked, visible_pairs);
     }
     Base::add_p_sums(scores);
   }
@@ -242,7 +244,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
   __device__ void finish_dq(DqPart& sums, const Step& step, int stage) {
     ptx::mbarrier_wait(cta.earlier_sums_full(consumer), earlier_sums_phase);
     earlier_sums_phase ^= 1;
-    if (cta.order.order_index(step.tile) > 0) {
+    if (cta.order_index(step) > 0) {
 #pragma unroll
       for (int j = 0; j < Fragments::column_tiles; ++j) {
         unsigned four[4];

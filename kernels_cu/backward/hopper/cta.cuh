@@ -114,7 +114,7 @@ struct HopperGradientCta {
                 "boxes of 64 columns");
 
   // Shared memory: k, v, the rings of q and dout, dS, the dq sums (or P, for wide heads), row
-  // statistics, barriers and `HopperGradientBlockInfo`.
+  // statistics, visible pairs, barriers and `HopperGradientBlockInfo`.
   static constexpr int value_offset = KeyTile::bytes;
   static constexpr int query_offset = value_offset + ValueTile::bytes;
   static constexpr int dout_offset = query_offset + Config::q_stages * QueryTile::bytes;
@@ -125,7 +125,10 @@ struct HopperGradientCta {
   static constexpr int sums_bytes = wide ? p_tile_bytes : wants_q ? int(Fragments::floats) * 4 : 0;
   static constexpr int stats_offset = sums_offset + sums_bytes;
   static constexpr int stats_bytes = 2 * Br * int(sizeof(float));
-  static constexpr int barrier_offset = stats_offset + Config::q_stages * stats_bytes;
+  // Visible pairs of query tiles, one bit each (hopper/listed_tiles.cuh).
+  static constexpr int pairs_offset = stats_offset + Config::q_stages * stats_bytes;
+  static constexpr int pairs_bytes = Config::stores_pairs ? Br * Bc / 8 : 0;
+  static constexpr int barrier_offset = pairs_offset + Config::q_stages * pairs_bytes;
   static constexpr int ring_barriers = 2 * (Config::q_stages + Config::dout_stages);
   // Barriers of k and v (3), and of dq sums or, for wide heads, P, dS and semaphore (8 at most).
   static constexpr int sums_stages = 2;
@@ -203,6 +206,10 @@ struct HopperGradientCta {
            mask.visible_begin(last) > coord.begin;
   }
 
+  // The CTA's place in the dq order of a step.
+  __device__ int order_index(const Step& step) const { return order.order_index(step.tile); }
+  __device__ bool is_last_cta(const Step& step) const { return order.is_last_cta(step.tile); }
+
   // ---- Shared memory.
 
   __device__ unsigned keys_address() const { return shared; }
@@ -224,6 +231,13 @@ struct HopperGradientCta {
   __device__ float* stats(int stage) const {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     return reinterpret_cast<float*>(shared_memory + stats_offset) + stage * 2 * Br;
+  }
+  __device__ const unsigned* pairs(int stage) const {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    return reinterpret_cast<const unsigned*>(shared_memory + pairs_offset + stage * pairs_bytes);
+  }
+  __device__ unsigned pairs_address(int stage) const {
+    return shared + pairs_offset + stage * pairs_bytes;
   }
 
   // ---- Barriers. A stage is full once its data has arrived, empty once all consumers released it.

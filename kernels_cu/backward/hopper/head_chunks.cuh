@@ -11,13 +11,13 @@
 
 #include "backward/dq/accumulate.cuh"
 #include "backward/dq/semaphore.cuh"
-#include "backward/hopper/cta.cuh"
+#include "backward/hopper/listed_tiles.cuh"
 
 #if __CUDA_ARCH__ == 900
 
 template <class Config>
 struct HopperHeadChunks {
-  using Cta = HopperGradientCta<Config>;
+  using Cta = HopperCta<Config>;
   static constexpr int floats = 64 * (Cta::dim + Cta::dim_v);  // sums of a consumer
 
   const Cta& cta;

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "backward/preprocess/clean.cuh"
-#include "backward/hopper/cta.cuh"
+#include "backward/hopper/listed_tiles.cuh"
 #include "backward/softmax_backward.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/sm90a.cuh"
@@ -24,7 +24,7 @@ template <class Config>
 struct HopperGradientProducts {
   using Element = typename Config::Element;
   using Gradient = typename Config::Gradient;
-  using Cta = HopperGradientCta<Config>;
+  using Cta = HopperCta<Config>;
   using Step = typename Cta::Step;
   using KeyTile = typename Cta::KeyTile;
   using ValueTile = typename Cta::ValueTile;
@@ -256,9 +256,21 @@ struct HopperGradientProducts {
     for (int i = 0; i < columns / 2; ++i) gradients[i] = minus_delta[i / 4 * 2 + i % 2];
   }
 
+  // Loads the lane's word of visible pairs (`TransposedPairs`) of a part of the query tile in the
+  // current stage. The word is meaningless if the tile is not masked.
+  __device__ unsigned load_visible_pairs(int part) const {
+    if constexpr (Config::stores_pairs) {
+      static_assert(columns == TransposedPairs::side, "one word per lane");
+      return cta.pairs(q_ring.index)[TransposedPairs::word(part, consumer_key() / 64,
+                                                           threadIdx.x % 128, Bc)];
+    } else {
+      return 0;
+    }
+  }
+
   // `SoftmaxBackward` for a part of a query tile, and the arguments of its functions. They get a
   // delta of 0, because the accumulators of dP already contain -delta.
-  using PartSoftmaxBackward = SoftmaxBackward<Config, columns / 4, 2>;
+  using PartSoftmaxBackward = SoftmaxBackward<Config, columns / 4, 2, Config::block_mask>;
   __device__ PartSoftmaxBackward part_softmax_backward(const Step& step) const {
     return {cta.p, cta.mask, cta.sequence, cta.coord.batch, step.head, scale_log2};
   }
@@ -296,18 +308,30 @@ struct HopperGradientProducts {
                                                            stats_of(lse_log2), element(scores),
                                                            key_step(), first, last);
   }
+  // Whether P of all pairs is computed before masked P are set to 0. Otherwise the mask is part of
+  // the code that computes P.
+  static constexpr bool masks_p = !Config::modified || Config::stores_pairs;
+
   __device__ void compute_all_p(Scores& scores, const LaneRows& lse_log2, const Step& step,
-                                int part, bool is_masked) const {
+                                int part, bool is_masked, unsigned visible_pairs) const {
     constexpr int rows = columns / 4;
-    if (is_masked) {
+    if constexpr (Config::stores_pairs) {
+      compute_p<false>(scores, lse_log2, step, part, 0, rows);
+      if (is_masked) mask_p(scores, step, part, visible_pairs);
+    } else if (is_masked) {
       compute_p<true>(scores, lse_log2, step, part, 0, rows);
     } else {
       compute_p<false>(scores, lse_log2, step, part, 0, rows);
     }
   }
-  __device__ void mask_p(Scores& scores, const Step& step, int part) const {
-    part_softmax_backward(step).mask_p(rows_of_part(step, part), first_key(), element(scores),
-                                       key_step());
+  __device__ void mask_p(Scores& scores, const Step& step, int part, unsigned visible_pairs) const {
+    if constexpr (Config::stores_pairs) {
+#pragma unroll
+      for (int i = 0; i < columns / 2; ++i) scores[i] = visible_pairs >> i & 1 ? scores[i] : 0;
+    } else {
+      part_softmax_backward(step).mask_p(rows_of_part(step, part), first_key(), element(scores),
+                                         key_step());
+    }
   }
   __device__ void add_p_sums(const Scores& scores) {
     if constexpr (Mods::masks_pairs) {

@@ -15,7 +15,7 @@
 //   consumers       semaphore_acquired -> add, dq_added
 #pragma once
 
-#include "backward/hopper/cta.cuh"
+#include "backward/hopper/listed_tiles.cuh"
 #include "backward/hopper/products.cuh"
 #include "backward/dq/semaphore.cuh"
 #include "ptx/ordered_add.cuh"
@@ -70,7 +70,7 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
     float* target = all.template sums<Fragments::floats>(cta.p, cta.sequence, cta.coord.batch,
                                                          step.head, step.tile) +
                     Fragments::fragment_offset(warp, 0, Chunk * column_tiles, threadIdx.x % 32);
-    const bool is_first = cta.order.order_index(step.tile) == 0;
+    const bool is_first = cta.order_index(step) == 0;
     if (Chunk == 0) {
       ptx::mbarrier_wait(cta.semaphore_acquired(semaphore_ring.index), semaphore_ring.phase);
     }
@@ -112,6 +112,7 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
   float dv_sums[Base::dim_v / 2];
   Scores scores;
   typename Base::LaneRows lse_log2;
+  unsigned visible_pairs;
 
   using Base::Base;
 
@@ -143,6 +144,7 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
   }
   __device__ void wait_next(Scores& next) {
     Base::load_lse(lse_log2, 0);
+    visible_pairs = Base::load_visible_pairs(0);
     Base::template wait<0>(next);
 #pragma unroll
     for (int i = 0; i < columns / 2; ++i) scores[i] = next[i];
@@ -189,7 +191,7 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
       Base::compute_p_and_ds(scores, slopes, lse_log2, step, 0, is_masked);
       Base::narrow(p_operand, slopes);
     } else {
-      Base::compute_all_p(scores, lse_log2, step, 0, is_masked);
+      Base::compute_all_p(scores, lse_log2, step, 0, is_masked, visible_pairs);
     }
     Base::add_p_sums(scores);
     Base::narrow(left_p, scores);
@@ -328,7 +330,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
 // the dq semaphore on behalf of the consumers, and releases it when both have added.
 template <class Config>
 struct HopperSemaphoreWarp {
-  using Cta = HopperGradientCta<Config>;
+  using Cta = HopperCta<Config>;
   using Step = typename Cta::Step;
 
   const Cta& cta;
@@ -348,7 +350,7 @@ struct HopperSemaphoreWarp {
   __device__ void process(const Step& step) {
     const DqSums<Config> all(cta.p);
     int* semaphore = all.semaphore(cta.p, cta.sequence, cta.coord.batch, step.head, step.tile);
-    const int order_index = cta.order.order_index(step.tile);
+    const int order_index = cta.order_index(step);
     while (ptx::ld_acquire_gpu(semaphore) != order_index) {
     }
     ptx::mbarrier_arrive(cta.semaphore_acquired(lane_index));

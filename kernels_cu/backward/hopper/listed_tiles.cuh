@@ -1,0 +1,83 @@
+// Sequence of query tiles of a CTA whose mask is a function: the list that the block mask has for
+// its KV tile (block_mask/build_lists.cu). Query tiles without visible pairs are not in the list,
+// and no CTA waits for another one at such a tile. The preprocess kernel zeroes dq of query tiles
+// that are in no list (preprocess/zero_rows.cuh).
+//
+// An entry holds the CTA's index in the dq order, which counts the CTAs of later keys that have the
+// query tile in their lists. These have a smaller blockIdx (tile_coord.cuh), so a CTA waits only for
+// CTAs that start before it, whatever the mask is.
+//
+// With `Config::stores_pairs`, the block mask also holds the visible pairs of entries that are not
+// full. The loader copies them to shared memory with q, and no warp evaluates the mask.
+#pragma once
+
+#include "backward/hopper/cta.cuh"
+
+#if __CUDA_ARCH__ == 900
+
+template <class Config>
+struct HopperListedCta : HopperGradientCta<Config> {
+  using Base = HopperGradientCta<Config>;
+  using Base::Base, Base::coord, Base::p;
+  static_assert(!Config::splits_heads, "each CTA processes all query heads of its KV head");
+
+  struct Step : QueryTileEntry {
+    int head;
+    int index;  // of the entry in all lists
+  };
+
+  __device__ bool has_steps() const { return load(first_index()) != no_entry; }
+  __device__ Step first_step() const {
+    return step_at(coord.head * (p.heads_q / p.heads_kv), first_index());
+  }
+  __device__ bool is_last(const Step& step) const {
+    return step.ends_list && (step.head + 1u) * p.heads_kv == (coord.head + 1u) * p.heads_q;
+  }
+  // The query heads of a KV head have the same list.
+  __device__ Step next_step(const Step& step) const {
+    if (!step.ends_list) return step_at(step.head, step.index + 1);
+    return step_at(step.head + 1, first_index());
+  }
+
+  // Returns whether a step needs the mask. The keys of a prefix are not in the block mask's band.
+  __device__ bool is_masked(const Step& step) const {
+    if (!step.is_full) return true;
+    return Config::prefix && Base::is_masked({step.head, int(step.tile)});
+  }
+
+  __device__ int order_index(const Step& step) const { return step.order_index; }
+  __device__ bool is_last_cta(const Step& step) const { return step.is_last_cta; }
+
+ private:
+  // `p.block_mask` exists only in translation units with modifications.
+  template <class AnyParams>
+  __device__ static const BlockMask& block_mask_of(const AnyParams& params) {
+    return params.block_mask;
+  }
+  __device__ int first_index() const {
+    return block_mask_of(p).first_entry(coord.batch, coord.head, coord.begin / Config::Bc);
+  }
+  __device__ unsigned load(int index) const { return __ldg(block_mask_of(p).lists() + index); }
+  __device__ Step step_at(int head, int index) const {
+    const unsigned word = load(index);
+    Step step;
+    memcpy(static_cast<QueryTileEntry*>(&step), &word, sizeof(word));
+    step.head = head;
+    step.index = index;
+    return step;
+  }
+};
+
+// The CTA's state with the sequence of query tiles that `Config` requires.
+template <class Config, bool Listed = Config::block_mask>
+struct HopperCtaOf {
+  using type = HopperGradientCta<Config>;
+};
+template <class Config>
+struct HopperCtaOf<Config, true> {
+  using type = HopperListedCta<Config>;
+};
+template <class Config>
+using HopperCta = typename HopperCtaOf<Config>::type;
+
+#endif  // __CUDA_ARCH__ == 900

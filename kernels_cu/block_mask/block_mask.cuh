@@ -57,6 +57,8 @@ struct TransposedPairs {
   // n-th of 2 keys, which are 8 apart.
   __device__ static int row_step(int r) { return r / 2 * 8 + r % 2; }
   __device__ static int bit(int r, int n) { return r / 2 * 4 + 2 * n + r % 2; }
+  // Returns the bits of all rows for the n-th key.
+  __device__ static unsigned bits_of_key(int n) { return 0x33333333u << 2 * n; }
 };
 
 // Block mask in device memory. The rows of a query tile are divided into row groups; a block is a

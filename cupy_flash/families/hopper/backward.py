@@ -51,6 +51,8 @@ _OTHER_BARRIERS = 11
 _BLOCK_INFO_BYTES = 96
 # Size in bytes of the statistics of a query row: its log-sum-exp and delta.
 _ROW_STATS_BYTES = 8
+# Size in bytes of the step of a query tile in a list.
+_STEP_BYTES = 8
 # Number of dS tiles that consumers exchange: while one is written, products still read the other.
 _PAIR_STAGES = 2
 # Largest number of bytes of the lists of query tiles in a block mask, and of the visible pairs of
@@ -192,6 +194,8 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         total = tile.Bc * (dim + dim_v) * size
         total += tile.Br * (tile.q_stages * dim + tile.dout_stages * dim_v) * size
         total += tile.q_stages * tile.Br * _ROW_STATS_BYTES
+        if self.uses_block_mask(problem) and not _is_wide(problem):
+            total += tile.q_stages * _STEP_BYTES
         if self._stores_pairs(problem):
             total += tile.q_stages * tile.Br * tile.Bc // 8
         pairs = tile.Br * tile.Bc * size

@@ -53,7 +53,6 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
   Scores scores;                       // S^T, then P^T
   Scores gradients;                    // -delta, then dP^T - delta, then dS^T
   typename Base::LaneRows lse_log2;    // of the query rows of the next `scores`
-  unsigned visible_pairs;              // of the next `scores`
   unsigned keys[keeps_keys ? 4 * Base::k_steps : 1];
   unsigned values[keeps_keys ? 4 * Base::k_steps_v : 1];
 
@@ -87,9 +86,9 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     Base::start_scores(first, keys, q_ring.index, 0);
     load_stats(0);
     wait_scores(first);
-    while (!cta.is_last(step)) {
+    while (!cta.is_last(cta.stored_step(step, q_ring.index))) {
       process_tile<false>(step);
-      step = cta.next_step(step);
+      step = cta.next_stored_step(step, q_ring.index);
     }
     process_tile<true>(step);
   }
@@ -98,7 +97,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
   // first part are complete at the end, unless `Last`.
   template <bool Last>
   __device__ void process_tile(const Step& step) {
-    const bool is_masked = cta.is_masked(step);
+    const bool is_masked = cta.is_masked(cta.stored_step(step, q_ring.index));
     ptx::mbarrier_wait(cta.dout_full(dout_ring.index), dout_ring.phase);
     process_parts<0, Last>(step, is_masked);
   }
@@ -148,8 +147,9 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     if constexpr (computes_dq) {
       Base::template wait<wants_k>(dq_part);
       if constexpr (Cta::last_writes) {
-        if (cta.is_last_cta(step)) {
-          finish_dq(dq_part, step, stage);
+        const Step stored = cta.stored_step(step, stage);
+        if (cta.is_last_cta(stored)) {
+          finish_dq(dq_part, stored, stage);
         } else {
           write_dq_sums(dq_part);
         }
@@ -186,7 +186,6 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
   // Loads the row statistics of a part into the registers where the next products need them.
   __device__ void load_stats(int part) {
     Base::load_lse(lse_log2, part);
-    visible_pairs = Base::load_visible_pairs(part);
     typename Base::LaneRows minus_delta;
     Base::load_minus_delta(minus_delta, part);
     Base::broadcast_minus_delta(gradients, minus_delta);
@@ -196,6 +195,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
   template <int Part>
   __device__ void softmax_backward(const Step& step, bool is_masked) {
     constexpr int rows = columns / 4;
+    const unsigned visible_pairs = is_masked ? Base::load_visible_pairs(Part) : ~0u;
     if constexpr (single_pass) {
       Base::start_dp(gradients, values, Part, [](int) {});
       Base::template wait<0>(gradients);
@@ -211,7 +211,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
       if constexpr (wants_ds) Base::start_dp(gradients, values, Part, [](int) {});
       Base::compute_all_p(scores, lse_log2, step, Part, is_masked, visible_pairs);
     }
-    Base::add_p_sums(scores);
+    Base::record_visible_keys(scores, is_masked, visible_pairs);
   }
 
   __device__ unsigned sums_address() const {

@@ -114,7 +114,7 @@ struct HopperGradientCta {
                 "boxes of 64 columns");
 
   // Shared memory: k, v, the rings of q and dout, dS, the dq sums (or P, for wide heads), row
-  // statistics, visible pairs, barriers and `HopperGradientBlockInfo`.
+  // statistics, visible pairs, steps, barriers and `HopperGradientBlockInfo`.
   static constexpr int value_offset = KeyTile::bytes;
   static constexpr int query_offset = value_offset + ValueTile::bytes;
   static constexpr int dout_offset = query_offset + Config::q_stages * QueryTile::bytes;
@@ -128,7 +128,10 @@ struct HopperGradientCta {
   // Visible pairs of query tiles, one bit each (hopper/listed_tiles.cuh).
   static constexpr int pairs_offset = stats_offset + Config::q_stages * stats_bytes;
   static constexpr int pairs_bytes = Config::stores_pairs ? Br * Bc / 8 : 0;
-  static constexpr int barrier_offset = pairs_offset + Config::q_stages * pairs_bytes;
+  // Steps of the tiles in the stages, with `Config::block_mask` (hopper/listed_tiles.cuh).
+  static constexpr int steps_offset = pairs_offset + Config::q_stages * pairs_bytes;
+  static constexpr int step_bytes = Config::block_mask && !wide ? 8 : 0;
+  static constexpr int barrier_offset = steps_offset + Config::q_stages * step_bytes;
   static constexpr int ring_barriers = 2 * (Config::q_stages + Config::dout_stages);
   // Barriers of k and v (3), and of dq sums or, for wide heads, P, dS and semaphore (8 at most).
   static constexpr int sums_stages = 2;
@@ -205,6 +208,11 @@ struct HopperGradientCta {
     return last >= sequence.seqlen_q || mask.visible_end(first) < coord.begin + Bc ||
            mask.visible_begin(last) > coord.begin;
   }
+
+  // A derived class may store each step with its tile, so that consumers need not keep it.
+  __device__ static void store_step(const Step&, int) {}
+  __device__ static const Step& stored_step(const Step& step, int) { return step; }
+  __device__ Step next_stored_step(const Step& step, int) const { return next_step(step); }
 
   // The CTA's place in the dq order of a step.
   __device__ int order_index(const Step& step) const { return order.order_index(step.tile); }

@@ -24,6 +24,15 @@ struct HopperListedCta : HopperGradientCta<Config> {
   struct Step : QueryTileEntry {
     int head;
     int index;  // of the entry in all lists
+
+    __device__ Step(unsigned entry, int head, int index) : head(head), index(index) {
+      memcpy(static_cast<QueryTileEntry*>(this), &entry, sizeof(entry));
+    }
+    __device__ unsigned word() const {
+      unsigned entry;
+      memcpy(&entry, static_cast<const QueryTileEntry*>(this), sizeof(entry));
+      return entry;
+    }
   };
 
   __device__ bool has_steps() const { return load(first_index()) != no_entry; }
@@ -37,6 +46,20 @@ struct HopperListedCta : HopperGradientCta<Config> {
   __device__ Step next_step(const Step& step) const {
     if (!step.ends_list) return step_at(step.head, step.index + 1);
     return step_at(step.head + 1, first_index());
+  }
+
+  // Store and load the step of the tile in a stage of q. Consumers with keys of their own load the
+  // step whenever they need it, because they have no registers to keep it: kept steps cost 60 bytes
+  // of spills per thread (head_dim 128). A loaded step has no `index`.
+  __device__ static void store_step(const Step& step, int stage) {
+    if (Base::step_bytes > 0 && threadIdx.x % 32 == 0) *stage_step(stage) = {step.word(), step.head};
+  }
+  __device__ static Step stored_step(const Step&, int stage) {
+    const StoredStep stored = *stage_step(stage);
+    return Step(stored.entry, stored.head, 0);
+  }
+  __device__ static Step next_stored_step(const Step& step, int stage) {
+    return stored_step(step, stage);
   }
 
   // Returns whether a step needs the mask. The keys of a prefix are not in the block mask's band.
@@ -59,12 +82,17 @@ struct HopperListedCta : HopperGradientCta<Config> {
   }
   __device__ unsigned load(int index) const { return __ldg(block_mask_of(p).lists() + index); }
   __device__ Step step_at(int head, int index) const {
-    const unsigned word = load(index);
-    Step step;
-    memcpy(static_cast<QueryTileEntry*>(&step), &word, sizeof(word));
-    step.head = head;
-    step.index = index;
-    return step;
+    return Step(load(index), head, index);
+  }
+
+  struct alignas(8) StoredStep {
+    unsigned entry;
+    int head;
+  };
+  static_assert(Base::step_bytes == 0 || sizeof(StoredStep) == Base::step_bytes, "as laid out");
+  __device__ static StoredStep* stage_step(int stage) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    return reinterpret_cast<StoredStep*>(shared_memory + Base::steps_offset) + stage;
   }
 };
 

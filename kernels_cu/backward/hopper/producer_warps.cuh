@@ -120,6 +120,7 @@ struct HopperRowStatsLoader {
       if (row < left) row_stats_of_lane[i] = source[row];
     }
     ptx::mbarrier_wait(cta.q_empty(q_ring.index), q_ring.phase ^ 1);
+    cta.store_step(step, q_ring.index);
     float* stats = cta.stats(q_ring.index);
 #pragma unroll
     for (int i = 0; i < rows_per_lane; ++i) {

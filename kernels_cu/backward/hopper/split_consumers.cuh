@@ -193,7 +193,7 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
     } else {
       Base::compute_all_p(scores, lse_log2, step, 0, is_masked, visible_pairs);
     }
-    Base::add_p_sums(scores);
+    Base::record_visible_keys(scores, is_masked, visible_pairs);
     Base::narrow(left_p, scores);
     if constexpr (wants_ds) {
       if constexpr (Base::single_pass) {
@@ -300,7 +300,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
     Scores scores;
     ptx::mbarrier_wait(cta.p_full(), phase);
     receive_p(scores);
-    Base::add_p_sums(scores);
+    Base::record_visible_keys(scores, is_masked, Base::load_visible_pairs(0));
     Base::template wait<0>(gradients);
     Base::compute_ds(gradients, scores, is_masked);
     Base::narrow(left_ds, gradients);

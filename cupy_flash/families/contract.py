@@ -163,7 +163,7 @@ class Family(ABC, Generic[TileT]):
         """Return whether the kernels read a block mask of the problem."""
         return self.reads_block_masks and may_have_block_mask(problem)
 
-    def query_tile_lists(self, problem: Problem) -> QueryTileLists | None:
+    def query_tile_lists(self, problem: Problem, tile: TileT) -> QueryTileLists | None:
         """Return the lists of query tiles that a block mask has for the kernels, or None."""
         return None
 

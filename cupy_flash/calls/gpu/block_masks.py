@@ -98,7 +98,7 @@ def block_mask_spec(plan: Plan) -> BlockMaskSpec | None:
         # The keys of a prefix are visible even if causality or the window would mask them.
         *((False, None, None) if score.prefix else (problem.causal, score.left, score.right)),
         family.row_groups(plan.tile),
-        family.query_tile_lists(problem),
+        family.query_tile_lists(problem, plan.tile),
     )
 
 

@@ -102,26 +102,28 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         size = _lists(problem) * kv_tiles * query_tiles * 4
         return query_tiles < _MAX_QUERY_TILES and kv_tiles < _MAX_KV_TILES and size <= _LIST_BYTES
 
-    def query_tile_lists(self, problem: Problem) -> QueryTileLists | None:
+    def query_tile_lists(
+        self, problem: Problem, tile: HopperBackwardTile
+    ) -> QueryTileLists | None:
         """Return the lists of query tiles that a block mask has for the kernels, or None."""
         if not self.uses_block_mask(problem):
             return None
         group = problem.heads_q // problem.heads_kv
-        return QueryTileLists(group, self._stores_pairs(problem))
+        return QueryTileLists(group, self._stores_pairs(problem, tile))
 
-    def _stores_pairs(self, problem: Problem) -> bool:
+    def _stores_pairs(self, problem: Problem, tile: HopperBackwardTile) -> bool:
         """Return whether the block mask stores the visible pairs of partial tiles.
 
         Query heads that share a list must have the same pairs. The pairs must include all that
         positions mask, so there is no prefix. If functions change scores, kernels evaluate them
-        together with the mask.
+        together with the mask. A thread reads one word, for 64 rows.
         """
         score = problem.score
-        if score is None or not self.uses_block_mask(problem):
+        if score is None or tile.columns != WARPGROUP_ROWS or not self.uses_block_mask(problem):
             return False
-        query_tiles, kv_tiles = _max_tiles(problem)
-        tile_bytes = WARPGROUP_ROWS * (1 if _is_wide(problem) else 2) * WARPGROUP_ROWS // 8
-        size = _lists(problem) * kv_tiles * (query_tiles + 1) * tile_bytes
+        entries = _lists(problem) * ceil_div(problem.seqlen_q, tile.Br)
+        entries *= ceil_div(problem.seqlen_k, tile.Bc)
+        size = entries * tile.Br * tile.Bc // 8
         shares = problem.heads_q == problem.heads_kv or not score.mask_varies[1]
         return shares and not score.prefix and not score.changes_scores and size <= _PAIR_BYTES
 
@@ -196,7 +198,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         total += tile.q_stages * tile.Br * _ROW_STATS_BYTES
         if self.uses_block_mask(problem) and not _is_wide(problem):
             total += tile.q_stages * _STEP_BYTES
-        if self._stores_pairs(problem):
+        if self._stores_pairs(problem, tile):
             total += tile.q_stages * tile.Br * tile.Bc // 8
         pairs = tile.Br * tile.Bc * size
         if _is_wide(problem):
@@ -268,7 +270,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
                 last_writes=_last_writes(problem),
                 splits_heads=_may_split_heads(problem),
             )
-            | {"kv_Bc": tile.Bc, "stores_pairs": self._stores_pairs(problem)}
+            | {"kv_Bc": tile.Bc, "stores_pairs": self._stores_pairs(problem, tile)}
         )
 
 

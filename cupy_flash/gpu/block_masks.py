@@ -1,6 +1,7 @@
 """Block masks, built on the GPU: which blocks of the score matrix are empty, partial or full.
 
-This is the host side of `build.cu` and `build_lists.cu` in `kernels_cu/block_mask`. No function here waits for the GPU.
+This is the host side of `build.cu` and `build_lists.cu` in `kernels_cu/block_mask`. No function
+here waits for the GPU.
 """
 
 from __future__ import annotations

@@ -18,10 +18,11 @@ constexpr bool changes_slope() {
 // Softmax backward of the pairs of `Queries` rows and `Keys` keys that a thread holds.
 // `score(r, n)` is the score of query `row_of(r)` and key `first_key + step(n)`, where `step(n)` is
 // constant and grows with n. `stats(r)` returns the row statistics of query `row_of(r)`.
-// With `Listed`, unmasked tiles have no pair that functions mask. Otherwise their tiles are masked
-// by position only. `AnyParams` is a template parameter because only translation units with
-// modifications have `p.mods`.
-template <class Config, int Queries, int Keys, bool Listed = false,
+// With `Listed`, unmasked tiles have no pair that functions mask; otherwise, "masked" refers to
+// positions only. With `Stored`, `visible_pairs` has the visible pairs of a masked tile, in the order
+// of `TransposedPairs`, and neither functions nor positions are evaluated for them. `AnyParams` is a
+// template parameter because only translation units with modifications have `p.mods`.
+template <class Config, int Queries, int Keys, bool Listed = false, bool Stored = false,
           class AnyParams = GradientParams>
 struct SoftmaxBackward {
   using T = Accumulator<typename Config::Element>;
@@ -29,7 +30,7 @@ struct SoftmaxBackward {
   using Math = SoftmaxMath<T>;
   // Whether functions are evaluated for tiles that are, or are not, masked.
   template <bool Masked>
-  static constexpr bool masks_pairs = Mods::masks_pairs && (Masked || !Listed);
+  static constexpr bool masks_pairs = Mods::masks_pairs && !Stored && (Masked || !Listed);
   template <bool Masked>
   static constexpr bool is_modified = Mods::changes_scores || masks_pairs<Masked>;
 
@@ -41,6 +42,7 @@ struct SoftmaxBackward {
   T scale_log2;
   T one = 1;       // number that represents P = 1; not 1 if P is scaled
   T log2_one = 0;  // log2 of `one`; `stats(r).lse_log2` is reduced by it
+  unsigned visible_pairs = 0;
 
   // Replaces `score(r, n)`, which is S, by P, and `gradient(r, n)`, which is dP, by dS. `Masked`
   // says that pairs may be masked by position or lie past the last row. If `OfScaled`, dS is the
@@ -148,6 +150,13 @@ struct SoftmaxBackward {
     return visible;
   }
 
+  // Returns whether a pair is visible by position or, if `Stored`, is visible.
+  template <class Step>
+  __device__ bool is_visible_pair(const VisibleRange& visible, int r, int n, Step step) const {
+    if constexpr (Stored) return visible_pairs >> TransposedPairs::bit(r, n) & 1;
+    return visible.include(step(n));
+  }
+
   __device__ auto mod_row(int row, T base) const {
     return Mods::row(p.mods, batch, head, row + mask.q_offset, row, sequence.q_first,
                      sequence.k_first, base);
@@ -191,7 +200,7 @@ struct SoftmaxBackward {
       const int row = row_of(r);
       const T lse_log2 = stats(r).lse_log2;
       VisibleRange visible = {};
-      if constexpr (Masked) visible = visible_range(row, first_key);
+      if constexpr (Masked && !Stored) visible = visible_range(row, first_key);
       const bool has_one_key = Masked && checks_positions && count(row) == 1;
       if constexpr (is_modified<Masked>) {
         const auto mod = mod_row(row, lse_log2);
@@ -208,7 +217,7 @@ struct SoftmaxBackward {
           } else {
             exponent = fma(x, scale_log2, -lse_log2);
           }
-          bool is_visible = !Masked || visible.include(step(n));
+          bool is_visible = !Masked || is_visible_pair(visible, r, n, step);
           if constexpr (masks_pairs<Masked>) {
             is_visible =
                 is_visible && Mods::template is_visible<Inside>(p.mods, mod, keys, step(n));
@@ -218,7 +227,7 @@ struct SoftmaxBackward {
       } else {
 #pragma unroll
         for (int n = 0; n < Keys; ++n) {
-          const bool is_visible = !Masked || visible.include(step(n));
+          const bool is_visible = !Masked || is_visible_pair(visible, r, n, step);
           store(r, n, is_visible, has_one_key, fma(score(r, n), scale_log2, -lse_log2), T(1));
         }
       }

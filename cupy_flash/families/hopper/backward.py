@@ -102,9 +102,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         size = _lists(problem) * kv_tiles * query_tiles * 4
         return query_tiles < _MAX_QUERY_TILES and kv_tiles < _MAX_KV_TILES and size <= _LIST_BYTES
 
-    def query_tile_lists(
-        self, problem: Problem, tile: HopperBackwardTile
-    ) -> QueryTileLists | None:
+    def query_tile_lists(self, problem: Problem, tile: HopperBackwardTile) -> QueryTileLists | None:
         """Return the lists of query tiles that a block mask has for the kernels, or None."""
         if not self.uses_block_mask(problem):
             return None
@@ -115,8 +113,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         """Return whether the block mask stores the visible pairs of partial tiles.
 
         Query heads that share a list must have the same pairs. The pairs must include all that
-        positions mask, so there is no prefix. If functions change scores, kernels evaluate them
-        together with the mask. A thread reads one word, for 64 rows.
+        positions mask, so there is no prefix. A thread reads one word, for 64 rows.
         """
         score = problem.score
         if score is None or tile.columns != WARPGROUP_ROWS or not self.uses_block_mask(problem):
@@ -125,7 +122,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         entries *= ceil_div(problem.seqlen_k, tile.Bc)
         size = entries * tile.Br * tile.Bc // 8
         shares = problem.heads_q == problem.heads_kv or not score.mask_varies[1]
-        return shares and not score.prefix and not score.changes_scores and size <= _PAIR_BYTES
+        return shares and not score.prefix and size <= _PAIR_BYTES
 
     def _why_not(self, problem: Problem, device: Device) -> str | None:
         if problem.itemsize != 2:
@@ -234,7 +231,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             device,
             launches,
             self._sums(problem, tile, chunks),
-            _section(problem, device, chunks),
+            _section(problem, device, chunks, reads_lists=self.uses_block_mask(problem)),
             _tensor_maps(problem, tile),
             {"num_splits": chunks},
         )
@@ -347,18 +344,21 @@ def _tensor_maps(problem: Problem, tile: HopperBackwardTile) -> dict[str, Tensor
     return maps
 
 
-def _section(problem: Problem, device: Device, chunks: int) -> int:
+def _section(problem: Problem, device: Device, chunks: int, *, reads_lists: bool) -> int:
     """Return the number of query heads whose tiles are interleaved.
 
     If thread blocks divide the query heads of a group, those of one chunk run at a time.
 
     q, dout and the dq accumulator of these heads should fit in a third of L2, because adding to
     memory outside of L2 takes twice the time: 470 TFLOP/s with 1 head, 334 with 32 heads (H200,
-    head_dim 64, causal, seqlen 8192).
+    head_dim 64, causal, seqlen 8192). With lists of query tiles, thread blocks that run together
+    are assumed to visit a quarter of a head's rows: with more heads, thread blocks of the same head
+    start further apart, and wait less.
     """
+    rows = ceil_div(problem.seqlen_q, 4) if reads_lists else problem.seqlen_q
     group = problem.heads_q // problem.heads_kv
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.itemsize + 4 * problem.head_dim
-    in_l2 = device.l2_cache // 3 // max(1, group // chunks * problem.seqlen_q * row_bytes)
+    in_l2 = device.l2_cache // 3 // max(1, group // chunks * rows * row_bytes)
     return group * max(1, min(in_l2, problem.batch * problem.heads_kv))
 
 

@@ -199,7 +199,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     if constexpr (single_pass) {
       Base::start_dp(gradients, values, Part, [](int) {});
       Base::template wait<0>(gradients);
-      Base::compute_p_and_ds(scores, gradients, lse_log2, step, Part, is_masked);
+      Base::compute_p_and_ds(scores, gradients, lse_log2, step, Part, is_masked, visible_pairs);
     } else if constexpr (wants_ds && Base::masks_p) {
       // Masked and unmasked tiles run the same code. It computes all P; masked P are then set to 0.
       Base::start_dp(gradients, values, Part, [&](int i) {

@@ -273,9 +273,12 @@ struct HopperGradientProducts {
 
   // `SoftmaxBackward` for a part of a query tile, and the arguments of its functions. They get a
   // delta of 0, because the accumulators of dP already contain -delta.
-  using PartSoftmaxBackward = SoftmaxBackward<Config, columns / 4, 2, Config::block_mask>;
-  __device__ PartSoftmaxBackward part_softmax_backward(const Step& step) const {
-    return {cta.p, cta.mask, cta.sequence, cta.coord.batch, step.head, scale_log2};
+  using PartSoftmaxBackward =
+      SoftmaxBackward<Config, columns / 4, 2, Config::block_mask, Config::stores_pairs>;
+  __device__ PartSoftmaxBackward part_softmax_backward(const Step& step,
+                                                       unsigned visible_pairs = 0) const {
+    return {cta.p, cta.mask, cta.sequence, cta.coord.batch, step.head, scale_log2,
+            1,     0,        visible_pairs};
   }
   __device__ auto rows_of_part(const Step& step, int part) const {
     const int first = step.tile * Br + part * columns + threadIdx.x % 4 * 2;
@@ -294,9 +297,10 @@ struct HopperGradientProducts {
 
   // Converts S to P and, in `gradients`, dP to dS.
   __device__ void compute_p_and_ds(Scores& scores, Scores& gradients, const LaneRows& lse_log2,
-                                   const Step& step, int part, bool is_masked) const {
+                                   const Step& step, int part, bool is_masked,
+                                   unsigned visible_pairs) const {
     const auto run = [&](auto masked) {
-      part_softmax_backward(step).template run<masked.value>(rows_of_part(step, part), first_key(),
+      part_softmax_backward(step, visible_pairs).template run<masked.value>(rows_of_part(step, part), first_key(),
                                                              stats_of(lse_log2), element(scores),
                                                              element(gradients), key_step());
     };
@@ -306,23 +310,24 @@ struct HopperGradientProducts {
   // Converts S to P for the lane's rows [first, last).
   template <bool Masked>
   __device__ void compute_p(Scores& scores, const LaneRows& lse_log2, const Step& step, int part,
-                            int first, int last) const {
-    part_softmax_backward(step).template compute_p<Masked>(rows_of_part(step, part), first_key(),
+                            int first, int last, unsigned visible_pairs = 0) const {
+    part_softmax_backward(step, visible_pairs).template compute_p<Masked>(rows_of_part(step, part), first_key(),
                                                            stats_of(lse_log2), element(scores),
                                                            key_step(), first, last);
   }
   // Whether P of all pairs is computed before masked P are set to 0. Otherwise the mask is part of
   // the code that computes P.
-  static constexpr bool masks_p = !Config::modified || Config::stores_pairs;
+  static constexpr bool masks_p =
+      !Config::modified || (Config::stores_pairs && !Mods::changes_scores);
 
   __device__ void compute_all_p(Scores& scores, const LaneRows& lse_log2, const Step& step,
                                 int part, bool is_masked, unsigned visible_pairs) const {
     constexpr int rows = columns / 4;
-    if constexpr (Config::stores_pairs) {
+    if constexpr (Config::stores_pairs && masks_p) {
       compute_p<false>(scores, lse_log2, step, part, 0, rows);
       if (is_masked) mask_p(scores, step, part, visible_pairs);
     } else if (is_masked) {
-      compute_p<true>(scores, lse_log2, step, part, 0, rows);
+      compute_p<true>(scores, lse_log2, step, part, 0, rows, visible_pairs);
     } else {
       compute_p<false>(scores, lse_log2, step, part, 0, rows);
     }
@@ -336,11 +341,14 @@ struct HopperGradientProducts {
                                          key_step());
     }
   }
+  // Whether bits record which keys have a visible pair. A score of -inf masks its pair, too.
+  static constexpr bool records_bits = Config::stores_pairs && !Mods::changes_scores;
+
   // Records which keys have a visible pair. Bits take fewer registers than sums: with sums, the
   // kernel for head_dim 128 spills 570 instead of 200 bytes.
   __device__ void record_visible_keys(const Scores& scores, bool is_masked,
                                       unsigned visible_pairs) {
-    if constexpr (Config::stores_pairs) {
+    if constexpr (records_bits) {
       any_visible |= is_masked ? visible_pairs : ~0u;
     } else if constexpr (Mods::masks_pairs) {
 #pragma unroll
@@ -460,7 +468,7 @@ struct HopperGradientProducts {
     const bool is_visible = cta.mask.row_begin(key, cta.sequence.seqlen_q) <
                             cta.mask.row_end(key, cta.sequence.seqlen_q);
     if constexpr (!Mods::masks_pairs) return is_visible;
-    const float sum = Config::stores_pairs
+    const float sum = records_bits
                           ? float((any_visible & TransposedPairs::bits_of_key(half)) != 0)
                           : p_sums[half];
     return is_visible && sum_of_lanes(sum) != 0;

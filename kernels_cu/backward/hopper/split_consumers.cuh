@@ -188,7 +188,7 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
       Scores slopes;
 #pragma unroll
       for (int i = 0; i < columns / 2; ++i) slopes[i] = 1;
-      Base::compute_p_and_ds(scores, slopes, lse_log2, step, 0, is_masked);
+      Base::compute_p_and_ds(scores, slopes, lse_log2, step, 0, is_masked, visible_pairs);
       Base::narrow(p_operand, slopes);
     } else {
       Base::compute_all_p(scores, lse_log2, step, 0, is_masked, visible_pairs);

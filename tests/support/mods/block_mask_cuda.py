@@ -297,7 +297,7 @@ def check_lists(
 ) -> None:
     """Fail unless the lists of query tiles, and the pairs of their entries, agree with the mask."""
     assert spec.lists is not None
-    batches, kv_heads, _, row_tiles = found.lists.shape
+    batches, kv_heads = found.lists.shape[:2]
     seen = visible_pairs(mod, spec, maps)
     seen = seen.reshape(batches, kv_heads, -1, *seen.shape[-2:])  # the heads of each KV head
     for b, h in np.ndindex(batches, kv_heads):

@@ -19,9 +19,10 @@ constexpr bool changes_slope() {
 // `score(r, n)` is the score of query `row_of(r)` and key `first_key + step(n)`, where `step(n)` is
 // constant and grows with n. `stats(r)` returns the row statistics of query `row_of(r)`.
 // With `Listed`, unmasked tiles have no pair that functions mask; otherwise, "masked" refers to
-// positions only. With `Stored`, `visible_pairs` has the visible pairs of a masked tile, in the order
-// of `TransposedPairs`, and neither functions nor positions are evaluated for them. `AnyParams` is a
-// template parameter because only translation units with modifications have `p.mods`.
+// positions only. With `Stored`, `visible_pairs` has the visible pairs of a masked tile, in the
+// order of `TransposedPairs`, and neither functions nor positions are evaluated for them.
+// `AnyParams` is a template parameter because only translation units with modifications have
+// `p.mods`.
 template <class Config, int Queries, int Keys, bool Listed = false, bool Stored = false,
           class AnyParams = GradientParams>
 struct SoftmaxBackward {

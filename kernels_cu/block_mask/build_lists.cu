@@ -20,13 +20,17 @@ struct ListedBlocks {
   // Returns a word of the bits of a query tile's nonempty blocks, for any of the heads.
   __device__ unsigned nonempty(int tile, int word) const {
     unsigned any = 0;
-    for (int head = 0; head < p.heads_per_list; ++head) any |= p.map.nonempty()[index(head, tile, word)];
+    for (int head = 0; head < p.heads_per_list; ++head) {
+      any |= p.map.nonempty()[index(head, tile, word)];
+    }
     return any;
   }
   // The same for the bits of blocks that are full for all heads.
   __device__ unsigned full(int tile, int word) const {
     unsigned all = ~0u;
-    for (int head = 0; head < p.heads_per_list; ++head) all &= p.map.full()[index(head, tile, word)];
+    for (int head = 0; head < p.heads_per_list; ++head) {
+      all &= p.map.full()[index(head, tile, word)];
+    }
     return all;
   }
 

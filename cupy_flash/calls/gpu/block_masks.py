@@ -7,7 +7,7 @@ import functools
 import numpy as np
 
 from cupy_flash.arrays.strided import address_of, as_cupy
-from cupy_flash.calls.arguments import Arguments
+from cupy_flash.calls.arguments import Arguments, GradientArguments
 from cupy_flash.calls.gpu.allocate import new_torch_memory
 from cupy_flash.families import FAMILIES
 from cupy_flash.gpu.block_masks import (
@@ -33,7 +33,7 @@ def ready_block_mask(
     mod: MaskMod,
     key: BlockMaskKey,
     current: int,
-    arguments: Arguments | None = None,
+    arguments: Arguments | GradientArguments | None = None,
     *,
     uses_torch: bool = False,
 ) -> ReadyBlockMask:
@@ -71,7 +71,7 @@ def ready_block_mask(
     return build_mask(kept, key, current, mask_text(mod, key.dtype), mods, allocate)
 
 
-def packed_captures(mod: MaskMod, dtype: str, arguments: Arguments | None = None) -> np.ndarray:
+def packed_captures(mod: MaskMod, dtype: str, arguments: Arguments | GradientArguments | None = None) -> np.ndarray:
     """Return the ``ModArguments`` of a mask, filled in; see `ready_block_mask`."""
     values = {prefixed("mask_mod", name): value for name, value in mod.captures.items()}
     if arguments is not None:

@@ -209,7 +209,7 @@ struct HopperGradientCta {
            mask.visible_begin(last) > coord.begin;
   }
 
-  // A derived class may store each step with its tile, so that consumers need not keep it.
+  // A derived class may store each step with its tile of q, so that consumers need not keep it.
   __device__ static void store_step(const Step&, int) {}
   __device__ static const Step& stored_step(const Step& step, int) { return step; }
   __device__ Step next_stored_step(const Step& step, int) const { return next_step(step); }

@@ -4,8 +4,8 @@
 // that are in no list (preprocess/zero_rows.cuh).
 //
 // An entry holds the CTA's index in the dq order, which counts the CTAs of later keys that have the
-// query tile in their lists. These have a smaller blockIdx (tile_coord.cuh), so a CTA waits only for
-// CTAs that start before it, whatever the mask is.
+// query tile in their lists. These have a smaller blockIdx (tile_coord.cuh), so a CTA waits only
+// for CTAs that start before it, whatever the mask is.
 //
 // With `Config::stores_pairs`, the block mask also holds the visible pairs of entries that are not
 // full. The loader copies them to shared memory with q, and no warp evaluates the mask.
@@ -52,7 +52,9 @@ struct HopperListedCta : HopperGradientCta<Config> {
   // step whenever they need it, because they have no registers to keep it: kept steps cost 60 bytes
   // of spills per thread (head_dim 128). A loaded step has no `index`.
   __device__ static void store_step(const Step& step, int stage) {
-    if (Base::step_bytes > 0 && threadIdx.x % 32 == 0) *stage_step(stage) = {step.word(), step.head};
+    if (Base::step_bytes > 0 && threadIdx.x % 32 == 0) {
+      *stage_step(stage) = {step.word(), step.head};
+    }
   }
   __device__ static Step stored_step(const Step&, int stage) {
     const StoredStep stored = *stage_step(stage);

@@ -300,9 +300,9 @@ struct HopperGradientProducts {
                                    const Step& step, int part, bool is_masked,
                                    unsigned visible_pairs) const {
     const auto run = [&](auto masked) {
-      part_softmax_backward(step, visible_pairs).template run<masked.value>(rows_of_part(step, part), first_key(),
-                                                             stats_of(lse_log2), element(scores),
-                                                             element(gradients), key_step());
+      part_softmax_backward(step, visible_pairs)
+          .template run<masked.value>(rows_of_part(step, part), first_key(), stats_of(lse_log2),
+                                      element(scores), element(gradients), key_step());
     };
     is_masked ? run(Const<true>()) : run(Const<false>());
   }
@@ -311,10 +311,11 @@ struct HopperGradientProducts {
   template <bool Masked>
   __device__ void compute_p(Scores& scores, const LaneRows& lse_log2, const Step& step, int part,
                             int first, int last, unsigned visible_pairs = 0) const {
-    part_softmax_backward(step, visible_pairs).template compute_p<Masked>(rows_of_part(step, part), first_key(),
-                                                           stats_of(lse_log2), element(scores),
-                                                           key_step(), first, last);
+    part_softmax_backward(step, visible_pairs)
+        .template compute_p<Masked>(rows_of_part(step, part), first_key(), stats_of(lse_log2),
+                                    element(scores), key_step(), first, last);
   }
+
   // Whether P of all pairs is computed before masked P are set to 0. Otherwise the mask is part of
   // the code that computes P.
   static constexpr bool masks_p =

@@ -1,6 +1,6 @@
 // Zeroes gradient rows that no other kernel writes: rows of queries that attend to no key because
-// of their position or the block mask and, in varlen batches, rows of queries and keys that belong to
-// no sequence.
+// of their position or the block mask and, in varlen batches, rows of queries and keys that belong
+// to no sequence.
 #pragma once
 
 #include "backward/params.cuh"
@@ -91,7 +91,8 @@ struct UnwrittenRows {
     constexpr int chunks = ceil_div(Dim, elements);
     for (int i = threadIdx.x % 32; i < heads * chunks; i += 32) {
       const int column = i % chunks * elements;
-      Gradient* target = gradient.head<Gradient>(batch, first_head + i / chunks) + row * gradient.row_stride;
+      Gradient* target =
+          gradient.head<Gradient>(batch, first_head + i / chunks) + row * gradient.row_stride;
       store_chunk<Gradient, Config::out_alignment>(target + column, {}, Dim - column);
     }
   }

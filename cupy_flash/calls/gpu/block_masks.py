@@ -71,7 +71,9 @@ def ready_block_mask(
     return build_mask(kept, key, current, mask_text(mod, key.dtype), mods, allocate)
 
 
-def packed_captures(mod: MaskMod, dtype: str, arguments: Arguments | GradientArguments | None = None) -> np.ndarray:
+def packed_captures(
+    mod: MaskMod, dtype: str, arguments: Arguments | GradientArguments | None = None
+) -> np.ndarray:
     """Return the ``ModArguments`` of a mask, filled in; see `ready_block_mask`."""
     values = {prefixed("mask_mod", name): value for name, value in mod.captures.items()}
     if arguments is not None:

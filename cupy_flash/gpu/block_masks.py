@@ -239,8 +239,6 @@ class BlockMask:
         Strides in query tiles; 0 if all sequences, or heads, have the same mask.
     memory
         Object that owns the memory.
-    list_fields
-        Number of entries of each list of query tiles, and strides in lists of batches and KV heads.
     """
 
     address: int
@@ -250,7 +248,6 @@ class BlockMask:
     batch_stride: int
     head_stride: int
     memory: Any
-    list_fields: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def fields(self) -> tuple[int, ...]:
@@ -258,8 +255,7 @@ class BlockMask:
         layout = self.layout
         places = layout.full, layout.slots_after, layout.tiles, layout.visible_pairs
         strides = self.batch_stride, self.head_stride
-        sizes = self.words, self.key_blocks, layout.slots
-        return self.address, *places, *strides, *sizes, *self.list_fields
+        return self.address, *places, *strides, self.words, self.key_blocks, layout.slots, 0
 
 
 def block_mask_unit(
@@ -515,8 +511,6 @@ def _build(
     """Enqueue the kernels that build a block mask on the current stream."""
     unit, layout = _unit(mask, mods.dtype, spec.lists is not None), Layout.of(spec, mask)
     batches, heads = spec.maps(mask)
-    per_list = spec.heads_per_list(mask)
-    kv_heads = heads // per_list if per_list else 0
     parts = spec.row_tiles * spec.parts
     thread_blocks = batches * heads * parts
     if thread_blocks > MAX_GRID:
@@ -537,11 +531,6 @@ def _build(
         batch_stride=heads * spec.row_tiles if mask.of_batch else 0,
         head_stride=spec.row_tiles if mask.of_head else 0,
         memory=memory,
-        list_fields=(
-            spec.row_tiles if per_list else 0,
-            kv_heads * spec.key_blocks if mask.of_batch else 0,
-            spec.key_blocks if per_list and mask.of_head else 0,
-        ),
     )
     given = ByValue(packed_params(spec, mask, mods, built, ranges))
     if FIND_RANGES in kernels:

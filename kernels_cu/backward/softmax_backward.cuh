@@ -2,6 +2,7 @@
 #pragma once
 
 #include "backward/params.cuh"
+#include "block_mask/query_tile_lists.cuh"
 #include "score/mask.cuh"
 #include "score/modify.cuh"
 

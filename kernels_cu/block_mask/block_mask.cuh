@@ -11,18 +11,6 @@ struct alignas(16) MaskedTile {
   int end;
 };
 
-// Query tile in the list of a KV tile, for the backward pass. Its CTAs add to dq in a fixed order.
-struct QueryTileEntry {
-  unsigned tile : 16;
-  unsigned order_index : 13;  // index of the CTA of the KV tile in the dq order of the query tile
-  unsigned is_full : 1;       // all pairs exist and are visible, also in the causal or window band
-  unsigned is_last_cta : 1;   // the CTA of the KV tile is the last one in the dq order
-  unsigned ends_list : 1;
-};
-
-// Word after the end of a list. No entry equals it, because a list has no 65536 query tiles.
-constexpr unsigned no_entry = 0xffffffff;
-
 // Visible (query, key) pairs in a block of 64 rows and at most 128 * Words keys. Each entry holds
 // the bits for one thread of four warps that hold the scores as accumulator fragments
 // (tile/fragments.cuh). Bit n of bits[half] is for the thread's n-th key and for the row 8 * half
@@ -37,28 +25,6 @@ struct alignas(8 * Words) VisiblePairs {
   __device__ static int first_key(int thread) { return thread % 4 * 2; }
   // Returns the distance from a thread's first key to its n-th key.
   __device__ static int step(int n) { return n / 2 * 8 + n % 2; }
-};
-
-// Visible pairs of a query tile and a KV tile, in the order in which consumers of the backward pass
-// hold transposed scores: one word per thread of a warpgroup and block of 64 keys x 64 rows. Bit n
-// is for the thread's n-th accumulator.
-struct TransposedPairs {
-  static constexpr int threads = 128;
-  static constexpr int side = 64;
-
-  // Returns the index of a thread's word. A tile has `Bc` keys.
-  __device__ static int word(int row_block, int key_block, int thread, int Bc) {
-    return (row_block * (Bc / side) + key_block) * threads + thread;
-  }
-  // Return the first row and the first key of a thread, within the block.
-  __device__ static int first_row(int thread) { return thread % 4 * 2; }
-  __device__ static int first_key(int thread) { return thread / 32 * 16 + thread % 32 / 4; }
-  // Returns the distance from the first row to the r-th of 16 rows, and the bit of that row and the
-  // n-th of 2 keys, which are 8 apart.
-  __device__ static int row_step(int r) { return r / 2 * 8 + r % 2; }
-  __device__ static int bit(int r, int n) { return r / 2 * 4 + 2 * n + r % 2; }
-  // Returns the bits of all rows for the n-th key.
-  __device__ static unsigned bits_of_key(int n) { return 0x33333333u << 2 * n; }
 };
 
 // Block mask in device memory. The rows of a query tile are divided into row groups; a block is a
@@ -78,10 +44,6 @@ struct BlockMask {
   int words;  // number of 32-bit words per row group
   int key_blocks;
   int slots;  // number of slots per row group
-  // Block masks of the backward pass have lists of query tiles instead of sorted tiles and slots.
-  int list_length;        // number of query tiles, the length of each list
-  int list_batch_stride;  // in lists; 0 if all batches, or KV heads, have the same lists
-  int list_head_stride;
 
   // Array (batches, heads, query tiles, row groups, words): the bit of each block that has a
   // visible pair is set.
@@ -102,19 +64,6 @@ struct BlockMask {
   __device__ TilePairs* visible_pairs(int64 row_group, int slot) const {
     return reinterpret_cast<TilePairs*>(memory + pairs_offset) +
            (row_group * slots + slot) * TilePairs::threads;
-  }
-
-  // Array (batches, KV heads, key blocks, query tiles): for each key block, the query tiles that
-  // have a visible pair with it, in ascending order.
-  __device__ unsigned* lists() const { return reinterpret_cast<unsigned*>(memory + tiles_offset); }
-  // Returns the index in `lists()` of the first entry of a key block.
-  __device__ int first_entry(int batch, int head_kv, int key_block) const {
-    return (batch * list_batch_stride + head_kv * list_head_stride + key_block) * list_length;
-  }
-  // Returns the visible pairs of a partial entry, by its index in `lists()`. Each entry has space
-  // for `bytes`, one bit per pair (`TransposedPairs`).
-  __device__ unsigned* pairs_of_entry(int64 index, int bytes) const {
-    return reinterpret_cast<unsigned*>(memory + pairs_offset + index * bytes);
   }
 
   __device__ int64 query_tile_index(int batch, int head, int tile) const {

@@ -6,6 +6,7 @@
 // The heads that share a list are the query heads of a KV head. If their masks differ, the list has
 // the query tiles that any of these heads visits, so that all of them have the same dq order.
 #include "block_mask/build.cu"
+#include "block_mask/query_tile_lists.cuh"
 
 namespace block_mask {
 
@@ -74,7 +75,7 @@ __device__ inline void list_query_tiles(const BlockMaskParams& p) {
   if (list_head >= int64(p.batches) * p.heads / p.heads_per_list) return;
   const ListedBlocks blocks(p, list_head);
   const int lane = threadIdx.x % lanes;
-  auto* entries = reinterpret_cast<QueryTileEntry*>(p.map.lists() + list * p.query_tiles);
+  auto* entries = reinterpret_cast<QueryTileEntry*>(QueryTileLists{p.map}.words() + list * p.query_tiles);
   int count = 0;
   for (int first = 0; first < p.query_tiles; first += lanes) {
     const int tile = first + lane;
@@ -87,7 +88,7 @@ __device__ inline void list_query_tiles(const BlockMaskParams& p) {
     count += __popc(listed);
   }
   for (int i = count + lane; i < p.query_tiles; i += lanes) {
-    p.map.lists()[list * p.query_tiles + i] = no_entry;
+    QueryTileLists{p.map}.words()[list * p.query_tiles + i] = no_entry;
   }
   __syncwarp();
   if (lane == 0 && count > 0) entries[count - 1].ends_list = 1;
@@ -98,14 +99,14 @@ __device__ inline void list_query_tiles(const BlockMaskParams& p) {
 __device__ inline void store_pairs(const BlockMaskParams& p) {
   using Pairs = TransposedPairs;
   const int64 list = blockIdx.x / p.query_tiles;
-  const unsigned listed = p.map.lists()[blockIdx.x];
+  const unsigned listed = QueryTileLists{p.map}.words()[blockIdx.x];
   QueryTileEntry entry;
   memcpy(&entry, &listed, sizeof(entry));
   if (listed == no_entry || entry.is_full) return;
   const BatchHead batch_head(p, int(list / p.map.key_blocks));
   const int key_block = list % p.map.key_blocks;
   const int words = p.group_rows * p.Bc / 32;
-  unsigned* target = p.map.pairs_of_entry(blockIdx.x, words * int(sizeof(unsigned)));
+  unsigned* target = QueryTileLists{p.map}.pairs(blockIdx.x, words * int(sizeof(unsigned)));
   for (int word = threadIdx.x; word < words; word += threads) {
     const int thread = word % Pairs::threads, block = word / Pairs::threads;
     const int key_blocks = p.Bc / Pairs::side;

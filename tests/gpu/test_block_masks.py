@@ -140,7 +140,7 @@ def test_kernels_read_of_a_block_mask_what_was_written_to_it(hosts, rng) -> None
     memory = np.concatenate([np.ascontiguousarray(x).view(np.uint8).ravel() for x in parts])
     ends = np.cumsum([part.nbytes for part in parts])
     strides = heads * tiles, tiles
-    fields = (memory.ctypes.data, *ends, *strides, 3, blocks, slots, 0, 0, 0)
+    fields = (memory.ctypes.data, *ends, *strides, 3, blocks, slots, 0)
     block_mask = np.array(fields, BLOCK_MASK_DTYPE)
     for b, h, t in np.ndindex(batches, heads, tiles):
         nonempty, full = bits[:, b, h, t, :, :blocks] * np.array([[1], [2]])
@@ -229,7 +229,7 @@ def test_packing_fills_every_field() -> None:
     packed = packed_params(spec, text, mods, block_mask, 0x1000)
     (record,) = np.frombuffer(bytes(packed), params_dtype(mods.dtype))
     places = layout.full, layout.slots_after, layout.tiles, layout.visible_pairs
-    assert tuple(record["map"]) == (1, *places, 6, 7, 4, 5, layout.slots, 0, 0, 0)
+    assert tuple(record["map"]) == (1, *places, 6, 7, 4, 5, layout.slots, 0)
     assert sorted({0, *places, layout.bytes}) == [0, *places, layout.bytes]
     # Visible pairs take 8 bytes in each of 128 threads, for 3 KV blocks of 6 parts, batch 2.
     assert layout.bytes - layout.visible_pairs == 2 * 6 * 3 * 128 * 8
@@ -266,10 +266,12 @@ def test_sequences_and_heads_have_block_masks_of_their_own_only_where_the_mask_n
 
 
 @pytest.mark.parametrize(
-    ("name", "strides"),
-    [("window", (0, 0)), ("documents", (3, 0)), ("sizes of heads", (0, 3)), ("both", (6, 3))],
+    ("name", "varies"),
+    [("window", (1, 1)), ("documents", (2, 1)), ("sizes of heads", (1, 2)), ("both", (2, 2))],
 )
-def test_lists_have_the_strides_of_what_the_mask_names(name, strides, cuda: FakeCuda) -> None:
+def test_batches_and_kv_heads_have_lists_if_the_mask_names_them(
+    name, varies, cuda: FakeCuda
+) -> None:
     lists = QueryTileLists(2, stores_pairs=False)
     spec = BlockMaskSpec(64, 128, 2, 4, 300, 300, lists=lists)
     # The mask of 3 heads is built for 4 here, where nothing runs.
@@ -277,8 +279,7 @@ def test_lists_have_the_strides_of_what_the_mask_names(name, strides, cuda: Fake
     names = [what[0] for what in cuda.done]
     assert names[-4:-2] == ["build_block_map", "list_query_tiles"]
     assert "store_pairs" not in names
-    assert built.fields[-3:] == (5, *strides)
-    entries = 15 * (2 if strides[0] else 1) * (2 if strides[1] else 1)
+    entries = 3 * 5 * varies[0] * varies[1]
     assert spec.entries(mask_text(MASKS[name], "float16")) == entries
     layout = built.layout
     assert layout.visible_pairs - layout.tiles == -(-4 * entries // 512) * 512

@@ -12,6 +12,7 @@
 #pragma once
 
 #include "backward/hopper/cta.cuh"
+#include "block_mask/query_tile_lists.cuh"
 
 #if __CUDA_ARCH__ == 900
 
@@ -76,13 +77,14 @@ struct HopperListedCta : HopperGradientCta<Config> {
  private:
   // `p.block_mask` exists only in translation units with modifications.
   template <class AnyParams>
-  __device__ static const BlockMask& block_mask_of(const AnyParams& params) {
-    return params.block_mask;
+  __device__ static QueryTileLists lists(const AnyParams& params) {
+    return {params.block_mask};
   }
   __device__ int first_index() const {
-    return block_mask_of(p).first_entry(coord.batch, coord.head, coord.begin / Config::Bc);
+    return lists(p).first_entry(coord.batch, coord.head, coord.begin / Config::Bc, p.heads_kv,
+                                ceil_div(p.seqlen_q, Config::Br));
   }
-  __device__ unsigned load(int index) const { return __ldg(block_mask_of(p).lists() + index); }
+  __device__ unsigned load(int index) const { return __ldg(lists(p).words() + index); }
   __device__ Step step_at(int head, int index) const {
     return Step(load(index), head, index);
   }

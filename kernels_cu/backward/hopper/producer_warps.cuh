@@ -57,8 +57,8 @@ struct HopperGradientLoader {
     if (!cta.is_masked(step)) return;
     ptx::mbarrier_expect_tx(barrier, Cta::pairs_bytes);
     ptx::cp_async_bulk(cta.pairs_address(stage),
-                       p.block_mask.pairs_of_entry(step.index, Cta::pairs_bytes), Cta::pairs_bytes,
-                       barrier);
+                       QueryTileLists{p.block_mask}.pairs(step.index, Cta::pairs_bytes),
+                       Cta::pairs_bytes, barrier);
   }
 
   __device__ void load_douts(const Step& step) {

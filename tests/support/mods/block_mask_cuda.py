@@ -149,7 +149,7 @@ def compiled_masks(
     if COMPILER is None:
         pytest.skip("no g++ to compile device text with")
     texts = [mask_text(mod, dtype) for mod in mods]
-    headers = ["cuda.h", *texts[0].headers, "block_mask/block_mask.cuh"]
+    headers = ["cuda.h", *texts[0].headers, "block_mask/query_tile_lists.cuh"]
     unit = _BOUNDS + _BUILDER * builds
     source, library = folder / "masks.cpp", folder / "masks.so"
     units = [unit.format(number=n, text=text.text) for n, text in enumerate(texts)]

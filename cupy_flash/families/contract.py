@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from cupy_flash.families.params import layout_assertions
 from cupy_flash.families.schedule import Schedule, Split, main_of
@@ -80,6 +80,21 @@ class TranslationUnit:
         return device.sm + "a" * self.arch_specific
 
 
+class QueryTileLists(NamedTuple):
+    """Lists of query tiles in a block mask for the backward pass: one for each KV tile.
+
+    Attributes
+    ----------
+    group
+        Number of query heads that share lists: those of a KV head.
+    stores_pairs
+        Whether the visible pairs of partial tiles are stored, too.
+    """
+
+    group: int
+    stores_pairs: bool
+
+
 TileT = TypeVar("TileT", bound=Tile)
 FamilyT = TypeVar("FamilyT")
 OtherT = TypeVar("OtherT")
@@ -147,6 +162,10 @@ class Family(ABC, Generic[TileT]):
     def uses_block_mask(self, problem: Problem) -> bool:
         """Return whether the kernels read a block mask of the problem."""
         return self.reads_block_masks and may_have_block_mask(problem)
+
+    def query_tile_lists(self, problem: Problem, tile: TileT) -> QueryTileLists | None:
+        """Return the lists of query tiles that a block mask has for the kernels, or None."""
+        return None
 
     def tile_note(self, problem: Problem, tile: TileT) -> str:
         """Return text that a plan appends to the reason why a tile was chosen; may be empty."""

@@ -1,6 +1,7 @@
 """Block masks, built on the GPU: which blocks of the score matrix are empty, partial or full.
 
-This is the host side of `kernels_cu/block_mask/build.cu`. No function here waits for the GPU.
+This is the host side of `build.cu` and `build_lists.cu` in `kernels_cu/block_mask`. No function
+here waits for the GPU.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.families.contract import (
     MAX_GRID,
+    QueryTileLists,
     TranslationUnit,
     ceil_div,
     round_up,
@@ -27,8 +29,9 @@ from cupy_flash.gpu.compiler import kernel_cache
 from cupy_flash.gpu.environment import cupy_module
 from cupy_flash.gpu.params import struct_with_mods
 
-SOURCE = "block_mask/build.cu"
+SOURCE, LISTS_SOURCE = "block_mask/build.cu", "block_mask/build_lists.cu"
 FIND_RANGES, BUILD, ORDER = "find_ranges", "build_block_map", "order_tiles"
+LIST, STORE_PAIRS = "list_query_tiles", "store_pairs"
 # Value of an absent bound: no two positions are further apart.
 UNBOUNDED = 2**31 - 1
 
@@ -54,7 +57,7 @@ def params_dtype(mods: np.dtype) -> np.dtype:
     """Return the dtype of the argument struct, which ends with what the mask reads."""
     numbers = (
         *("batches", "heads", "seqlen_q", "seqlen_k", "q_offset"),
-        *("group_rows", "Bc", "query_tiles", "row_groups"),
+        *("group_rows", "Bc", "query_tiles", "row_groups", "heads_per_list"),
     )
     fields: list[tuple[str, Any]] = [
         ("map", BLOCK_MASK_DTYPE),
@@ -105,6 +108,8 @@ class BlockMaskSpec(NamedTuple):
     causal, left, right
         Band of visible keys. If `causal`, a query attends to no key after its position. It attends
         to no key more than `left` before or more than `right` after it; None means no bound.
+    lists
+        Lists of query tiles, for the backward pass. `parts` is then 1.
     """
 
     Br: int
@@ -118,6 +123,7 @@ class BlockMaskSpec(NamedTuple):
     left: int | None = None
     right: int | None = None
     parts: int = 1
+    lists: QueryTileLists | None = None
 
     @property
     def row_tiles(self) -> int:
@@ -137,7 +143,7 @@ class BlockMaskSpec(NamedTuple):
     @property
     def slot_bytes(self) -> int:
         """Bytes of the stored visible pairs of a block; 0 if its size does not support storing."""
-        if self.Br != self.parts * _KEPT_ROWS or self.Bc > 2 * _KEPT_KEYS:
+        if self.lists or self.Br != self.parts * _KEPT_ROWS or self.Bc > 2 * _KEPT_KEYS:
             return 0
         return _KEPT_THREADS * 2 * ceil_div(self.Bc, _KEPT_KEYS) * _WORD
 
@@ -154,6 +160,18 @@ class BlockMaskSpec(NamedTuple):
         """Return the number of sequences, and of heads, that have different block masks."""
         return self.batch if mask.of_batch else 1, self.heads_q if mask.of_head else 1
 
+    def heads_per_list(self, mask: MaskSource) -> int:
+        """Return the number of heads with block masks of their own that share lists, or 0."""
+        if self.lists is None:
+            return 0
+        return self.lists.group if mask.of_head else 1
+
+    def entries(self, mask: MaskSource) -> int:
+        """Return the number of entries of all lists; each list has space for all query tiles."""
+        batches, heads = self.maps(mask)
+        per_list = self.heads_per_list(mask)
+        return batches * heads // per_list * self.key_blocks * self.row_tiles if per_list else 0
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -162,7 +180,8 @@ class Layout:
     Attributes
     ----------
     full, slots_after, tiles, visible_pairs, bytes
-        Byte offsets of the arrays after the first one, `nonempty`, and total number of bytes.
+        Byte offsets of the arrays after the first one, `nonempty`, and total number of bytes. Lists
+        of query tiles are stored in place of `tiles`.
     slots
         Largest number of blocks of a row group whose visible pairs are stored.
     key_ranges, scratch
@@ -186,7 +205,10 @@ class Layout:
         parts = row_tiles * spec.parts
         bits = round_up(parts * spec.words * _WORD, _ALIGNMENT)
         tiles = 2 * bits + round_up(parts * spec.words, _ALIGNMENT)
-        visible_pairs = tiles + round_up(row_tiles * _TILE, _ALIGNMENT)
+        entries = spec.entries(mask)
+        of_tiles = entries * _WORD if spec.lists else row_tiles * _TILE
+        visible_pairs = tiles + round_up(of_tiles, _ALIGNMENT)
+        stored = entries * spec.Br * spec.Bc // 8 if spec.lists and spec.lists.stores_pairs else 0
         of_slot = parts * spec.slot_bytes
         slots = min(_MOST_SLOTS, _SLOTS_BYTES // of_slot, spec.key_blocks) if of_slot else 0
         key_ranges = round_up(parts * mask.row_ranges, _ALIGNMENT)
@@ -196,7 +218,7 @@ class Layout:
             slots_after=2 * bits,
             tiles=tiles,
             visible_pairs=visible_pairs,
-            bytes=visible_pairs + slots * of_slot,
+            bytes=visible_pairs + slots * of_slot + stored,
             slots=slots,
             key_ranges=key_ranges,
             scratch=key_ranges + of_keys,
@@ -236,7 +258,9 @@ class BlockMask:
         return self.address, *places, *strides, self.words, self.key_blocks, layout.slots, 0
 
 
-def block_mask_unit(mask: MaskSource, mods: np.dtype) -> TranslationUnit:
+def block_mask_unit(
+    mask: MaskSource, mods: np.dtype, *, has_lists: bool = False
+) -> TranslationUnit:
     """Return the translation unit that builds block masks of a mask, for all sizes and tiles.
 
     Parameters
@@ -245,15 +269,19 @@ def block_mask_unit(mask: MaskSource, mods: np.dtype) -> TranslationUnit:
         Generated CUDA source of the mask.
     mods
         Dtype of its ``ModArguments``.
+    has_lists
+        Whether the block masks have lists of query tiles, for the backward pass.
     """
-    entries = (FIND_RANGES,) * bool(mask.row_ranges or mask.key_ranges) + (BUILD, ORDER)
-    functions = {FIND_RANGES: "find_ranges", BUILD: "build", ORDER: "order_tiles"}
+    last = (LIST, STORE_PAIRS) if has_lists else (ORDER,)
+    entries = (FIND_RANGES,) * bool(mask.row_ranges or mask.key_ranges) + (BUILD, *last)
+    functions = {entry: entry for entry in entries} | {BUILD: "build"}
+    source = LISTS_SOURCE if has_lists else SOURCE
     structs = ("BlockMask", BLOCK_MASK_DTYPE), ("BlockMaskParams", params_dtype(mods))
     lines = [
-        f"// cupy_flash block map, sources {source_digest(*mask.headers, SOURCE)}",
+        f"// cupy_flash block map, sources {source_digest(*mask.headers, source)}",
         *(f'#include "{header}"' for header in mask.headers),
         mask.text,
-        f'#include "{SOURCE}"',
+        f'#include "{source}"',
         assertions(*structs, ("ModArguments", mods)),
         f"static_assert(block_mask::threads == {_THREADS});",
     ]
@@ -468,8 +496,8 @@ def _is_capturing(stream: int) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _unit(mask: MaskSource, mods: np.dtype) -> TranslationUnit:
-    return block_mask_unit(mask, mods)
+def _unit(mask: MaskSource, mods: np.dtype, has_lists: bool) -> TranslationUnit:
+    return block_mask_unit(mask, mods, has_lists=has_lists)
 
 
 def _allocate(size: int) -> tuple[Any, int]:
@@ -481,7 +509,7 @@ def _build(
     spec: BlockMaskSpec, mask: MaskSource, mods: np.ndarray, allocate: Allocator
 ) -> BlockMask:
     """Enqueue the kernels that build a block mask on the current stream."""
-    unit, layout = _unit(mask, mods.dtype), Layout.of(spec, mask)
+    unit, layout = _unit(mask, mods.dtype, spec.lists is not None), Layout.of(spec, mask)
     batches, heads = spec.maps(mask)
     parts = spec.row_tiles * spec.parts
     thread_blocks = batches * heads * parts
@@ -511,7 +539,14 @@ def _build(
         warps = batches * heads * (of_rows + of_keys)
         kernels[FIND_RANGES]((ceil_div(warps, _WARPS), 1, 1), (_THREADS, 1, 1), (given.pointer,), 0)
     kernels[BUILD]((thread_blocks, 1, 1), (_THREADS, 1, 1), (given.pointer,), 0)
-    kernels[ORDER]((batches * heads, 1, 1), (_THREADS, 1, 1), (given.pointer,), 0)
+    if spec.lists is None:
+        kernels[ORDER]((batches * heads, 1, 1), (_THREADS, 1, 1), (given.pointer,), 0)
+        return built
+    entries = spec.entries(mask)
+    lists = ceil_div(entries // spec.row_tiles, _WARPS)
+    kernels[LIST]((lists, 1, 1), (_THREADS, 1, 1), (given.pointer,), 0)
+    if spec.lists.stores_pairs:
+        kernels[STORE_PAIRS]((entries, 1, 1), (_THREADS, 1, 1), (given.pointer,), 0)
     return built
 
 
@@ -540,6 +575,7 @@ def packed_params(
         record[name] = getattr(spec, name)
     record["query_tiles"] = spec.row_tiles
     record["row_groups"], record["group_rows"] = spec.parts, spec.Br // spec.parts
+    record["heads_per_list"] = spec.heads_per_list(mask)
     record["left"], record["right"] = left, right
     record["mods"] = mods
     return bytearray(record.tobytes())

@@ -54,6 +54,8 @@ class ScoreSpec:
         Dtype of the struct ``ModArguments``.
     block_mask_suffices
         Whether a block mask covers all pairs that `cuda_source` masks (`calls/gpu/block_masks.py`).
+    mask_varies
+        Whether the user's mask differs between sequences, and between query heads.
     block
         Rows and keys of the blocks in which the user's mask is constant, or None.
     reads_pairs
@@ -85,6 +87,7 @@ class ScoreSpec:
     cuda_source: str
     dtype: np.dtype
     block_mask_suffices: bool = False
+    mask_varies: tuple[bool, bool] = (False, False)
     block: tuple[int, int] | None = None
     reads_pairs: bool = False
     bias: BiasSpec | None = None

@@ -10,7 +10,7 @@
 // heads, half of the products (hopper/split_consumers.cuh). Warps of the producer warpgroup load
 // tiles and add dq (hopper/producer_warps.cuh).
 #include "backward/hopper/consumer.cuh"
-#include "backward/hopper/cta.cuh"
+#include "backward/hopper/listed_tiles.cuh"
 #include "backward/hopper/producer_warps.cuh"
 #include "backward/hopper/split_consumers.cuh"
 #include "backward/params.cuh"
@@ -28,7 +28,7 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
       gradient_tile_coord<Config, Config::Bc, true, true>(p, blockIdx.x);
   const Sequence sequence = sequence_of<Config>(p, coord.batch);
   if (coord.begin >= sequence.seqlen_k) return;
-  using Cta = HopperGradientCta<Config>;
+  using Cta = HopperCta<Config>;
   using BlockInfo = HopperGradientBlockInfo<Config>;
   const BlockInfo local_info(p, coord, sequence);
   BlockInfo* const shared_info =

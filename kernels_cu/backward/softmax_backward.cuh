@@ -2,6 +2,7 @@
 #pragma once
 
 #include "backward/params.cuh"
+#include "block_mask/query_tile_lists.cuh"
 #include "score/mask.cuh"
 #include "score/modify.cuh"
 
@@ -24,15 +25,22 @@ struct PairsOnDemand {
 // `score(r, n)` is the score of query `row_of(r)` and key `first_key + step(n)`, where `step(n)` is
 // constant and grows with n. `stats(r)` returns the row statistics of query `row_of(r)`, and
 // `pairs(r)` has its bias (see `ModifiedRows`).
+// With `Listed`, unmasked tiles have no pair that functions mask; otherwise, "masked" refers to
+// positions only. With `Stored`, `visible_pairs` has the visible pairs of a masked tile, in the
+// order of `TransposedPairs`, and neither functions nor positions are evaluated for them.
 // `AnyParams` is a template parameter because only translation units with modifications have
 // `p.mods`.
 template <class Config, int Queries, int Keys, class AnyParams = GradientParams,
-          class Pairs = PairsOnDemand>
+          class Pairs = PairsOnDemand, bool Listed = false, bool Stored = false>
 struct SoftmaxBackward {
   using T = Accumulator<typename Config::Element>;
   using Mods = typename Config::Mods;
   using Math = SoftmaxMath<T>;
-  static constexpr bool is_modified = Mods::changes_scores || Mods::masks_pairs;
+  // Whether functions are evaluated for tiles that are, or are not, masked.
+  template <bool Masked>
+  static constexpr bool masks_pairs = Mods::masks_pairs && !Stored && (Masked || !Listed);
+  template <bool Masked>
+  static constexpr bool is_modified = Mods::changes_scores || masks_pairs<Masked>;
 
   const AnyParams& p;
   const Mask<Config>& mask;
@@ -43,6 +51,7 @@ struct SoftmaxBackward {
   T one = 1;       // number that represents P = 1; not 1 if P is scaled
   T log2_one = 0;  // log2 of `one`; `stats(r).lse_log2` is reduced by it
   Pairs pairs = {};
+  unsigned visible_pairs = 0;
 
   // Replaces `score(r, n)`, which is S, by P, and `gradient(r, n)`, which is dP, by dS. `Masked`
   // says that pairs may be masked by position or lie past the last row. If `OfScaled`, dS is the
@@ -150,6 +159,13 @@ struct SoftmaxBackward {
     return visible;
   }
 
+  // Returns whether a pair is visible by position or, if `Stored`, is visible.
+  template <class Step>
+  __device__ bool is_visible_pair(const VisibleRange& visible, int r, int n, Step step) const {
+    if constexpr (Stored) return visible_pairs >> TransposedPairs::bit(r, n) & 1;
+    return visible.include(step(n));
+  }
+
   __device__ auto mod_row(int row, T base) const {
     return Mods::row(p.mods, batch, head, row + mask.q_offset, row, sequence.q_first,
                      sequence.k_first, base);
@@ -163,7 +179,7 @@ struct SoftmaxBackward {
             class Store>
   __device__ void for_each_pair(RowOf row_of, int first_key, Stats stats, Score score, Step step,
                                 Store store, int first, int last) const {
-    if constexpr (is_modified) {
+    if constexpr (is_modified<Masked>) {
       if constexpr (Mods::has_bounds) {
         bool is_inside = true;
 #pragma unroll
@@ -193,9 +209,9 @@ struct SoftmaxBackward {
       const int row = row_of(r);
       const T lse_log2 = stats(r).lse_log2;
       VisibleRange visible = {};
-      if constexpr (Masked) visible = visible_range(row, first_key);
+      if constexpr (Masked && !Stored) visible = visible_range(row, first_key);
       const bool has_one_key = Masked && checks_positions && count(row) == 1;
-      if constexpr (is_modified) {
+      if constexpr (is_modified<Masked>) {
         const auto mod = mod_row(row, lse_log2);
         const auto keys = Mods::keys(p.mods, mod, first_key);
 #pragma unroll
@@ -210,8 +226,8 @@ struct SoftmaxBackward {
           } else {
             exponent = fma(x, scale_log2, -lse_log2);
           }
-          bool is_visible = !Masked || visible.include(step(n));
-          if constexpr (Mods::masks_pairs) {
+          bool is_visible = !Masked || is_visible_pair(visible, r, n, step);
+          if constexpr (masks_pairs<Masked>) {
             is_visible =
                 is_visible && Mods::template is_visible<Inside>(p.mods, mod, keys, step(n));
           }
@@ -220,7 +236,7 @@ struct SoftmaxBackward {
       } else {
 #pragma unroll
         for (int n = 0; n < Keys; ++n) {
-          const bool is_visible = !Masked || visible.include(step(n));
+          const bool is_visible = !Masked || is_visible_pair(visible, r, n, step);
           store(r, n, is_visible, has_one_key, fma(score(r, n), scale_log2, -lse_log2), T(1));
         }
       }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cupy_flash.families import FAMILIES
@@ -17,6 +18,7 @@ from cupy_flash.problem.backward import with_gradient
 from cupy_flash.problem.device import device_for_arch
 from cupy_flash.problem.gradient import GradientSpec
 from cupy_flash.problem.problem import Problem, make_problem
+from cupy_flash.problem.score import ScoreSpec
 
 hopper = HopperBackwardFamily()
 h100 = device_for_arch("sm_90")
@@ -304,3 +306,55 @@ def test_the_last_section_of_a_causal_mask_has_two_thread_blocks_per_sm(
     assert blocks_and_params(batch=1, causal=True, **how)[1]["ascending_blocks"] == ascending
     blocks, params = blocks_and_params(batch=1, **how)
     assert params["ascending_blocks"] == blocks
+
+
+def masked(of: Problem, varies: tuple[bool, bool] = (False, False), **changed: bool) -> Problem:
+    """Return the problem with a mask function that differs between batches, or heads."""
+    score = ScoreSpec(
+        *(None, None, False, False, False, False, False, True, "", np.dtype([])),
+        block_mask_suffices=True,
+        mask_varies=varies,
+        conceals=True,
+    )
+    return dataclasses.replace(of, score=dataclasses.replace(score, **changed))
+
+
+def lists_of(of: Problem, **tile: int) -> tuple[int, bool] | None:
+    return hopper.query_tile_lists(of, dataclasses.replace(hopper.default_tile(of, h100), **tile))
+
+
+def test_a_mask_function_has_lists_and_stored_pairs() -> None:
+    assert lists_of(problem()) is None
+    assert lists_of(masked(problem(heads_kv=4))) == (4, True)
+    assert lists_of(masked(problem(64, heads_kv=4), (True, False))) == (4, True)
+    assert lists_of(masked(problem(256), (True, True))) == (1, True)
+
+
+def test_pairs_are_not_stored_if_heads_of_a_list_differ_or_there_are_too_many() -> None:
+    assert lists_of(masked(problem(heads_kv=4), (False, True))) == (4, False)
+    assert lists_of(masked(problem(), prefix=True)) == (1, False)
+    assert lists_of(masked(problem(64)), columns=32) == (1, False)
+    assert lists_of(masked(problem(seqlen=32768))) == (1, True)
+    assert lists_of(masked(problem(seqlen=32768), (True, False))) == (1, False)
+
+
+def test_very_long_sequences_have_no_lists() -> None:
+    assert lists_of(masked(problem(seqlen=2**19, batch=1))) == (1, False)
+    assert lists_of(masked(problem(seqlen=2**20, batch=1))) is None
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_stored_pairs_and_steps_take_shared_memory(head_dim: int) -> None:
+    plain, of_mask = problem(head_dim), masked(problem(head_dim))
+    tile = hopper.default_tile(of_mask, h100)
+    assert tile == hopper.default_tile(plain, h100)
+    more = hopper.shared_memory(of_mask, tile) - hopper.shared_memory(plain, tile)
+    stages = tile.q_stages
+    arrived = (stages + tile.dout_stages) * 8
+    step = 0 if head_dim > 128 else 8
+    assert more == stages * (tile.Br * tile.Bc // 8 + step) + arrived
+
+
+def test_more_heads_with_lists_are_interleaved() -> None:
+    of = problem(seqlen=8192)
+    assert schedule_of(masked(of)).section_heads > 3 * schedule_of(of).section_heads

@@ -8,11 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.mods.block_mask_cuda import check_map, compiled_masks, launched, map_of, random_spec
+from support.mods.block_mask_cuda import (
+    check_lists,
+    check_map,
+    compiled_masks,
+    launched,
+    map_of,
+    random_spec,
+)
 
 from cupy_flash.calls.gpu import block_masks as calls_block_masks
 from cupy_flash.calls.gpu.block_masks import mask_text, packed_captures, ready_block_mask
 from cupy_flash.errors import UnsupportedError
+from cupy_flash.families.contract import QueryTileLists
 from cupy_flash.gpu import block_masks
 from cupy_flash.gpu.block_masks import (
     BLOCK_MASK_DTYPE,
@@ -97,6 +105,27 @@ def test_of_more_than_32_key_blocks_every_word_is_filled_in(hosts) -> None:
     assert spec.words == 3
 
 
+@pytest.mark.parametrize("name", MASKS)
+def test_lists_hold_the_query_tiles_that_have_a_visible_pair(name, hosts, rng) -> None:
+    text = mask_text(MASKS[name], "float32")
+    for _ in range(2):
+        spec = random_spec(rng, (BATCH, HEADS, 260), (64, 128), (64, 128), 100, 150)
+        Br, group = int(rng.choice([64, 128])), int(rng.choice([1, HEADS]))
+        # Query heads that share lists have the same pairs, or none are stored.
+        lists = QueryTileLists(group, stores_pairs=group == 1 or not text.of_head)
+        spec = spec._replace(Br=Br, parts=1, lists=lists)
+        print(spec)
+        check_lists(hosts[name].build(spec), MASKS[name], spec, spec.maps(text))
+
+
+def test_a_list_counts_key_blocks_of_all_words(hosts) -> None:
+    lists = QueryTileLists(1, stores_pairs=True)
+    sizes = 200, 64 * 65 + 3
+    spec = BlockMaskSpec(64, 64, BATCH, HEADS, *sizes, causal=True, q_offset=4000, lists=lists)
+    check_lists(hosts["a few pairs"].build(spec), MASKS["a few pairs"], spec, (1, HEADS))
+    assert spec.words == 3
+
+
 def test_kernels_read_of_a_block_mask_what_was_written_to_it(hosts, rng) -> None:
     batches, heads, tiles, blocks = 2, 3, 4, 75
     bits = rng.random((2, batches, heads, tiles, 2, 96)) < rng.choice([0.02, 0.5])
@@ -155,6 +184,18 @@ def test_a_mask_that_reads_nothing_by_one_position_has_one_kernel() -> None:
     assert unit_of(MASKS["window"], "float32").entries == ("build_block_map", "order_tiles")
     assert unit_of(MASKS["dense"], "float32").entries == ("build_block_map", "order_tiles")
     assert unit_of(MASKS["padding"], "float32").entries == KERNELS
+
+
+@pytest.mark.parametrize("name", ["documents", "dense"])
+def test_code_that_builds_lists_compiles(name: str) -> None:
+    if why_no_compiler():
+        pytest.skip("no NVRTC")
+    mods = packed_captures(MASKS[name], "bfloat16").dtype
+    unit = block_mask_unit(mask_text(MASKS[name], "bfloat16"), mods, has_lists=True)
+    assert unit.entries[-3:] == ("build_block_map", "list_query_tiles", "store_pairs")
+    cubin = compile_cubin(unit, device_for_arch("sm_90"))
+    assert "warning" not in cubin.log
+    assert all(resources.spill_bytes == 0 for resources in cubin.resources.values())
 
 
 def test_tiles_lengths_and_values_share_a_unit() -> None:
@@ -222,6 +263,32 @@ def test_sequences_and_heads_have_block_masks_of_their_own_only_where_the_mask_n
     assert shapes["documents"] == (2, 1)
     assert shapes["sizes of heads"] == (1, 3)
     assert shapes["both"] == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "varies"),
+    [("window", (1, 1)), ("documents", (2, 1)), ("sizes of heads", (1, 2)), ("both", (2, 2))],
+)
+def test_batches_and_kv_heads_have_lists_if_the_mask_names_them(
+    name, varies, cuda: FakeCuda
+) -> None:
+    lists = QueryTileLists(2, stores_pairs=False)
+    spec = BlockMaskSpec(64, 128, 2, 4, 300, 300, lists=lists)
+    # The mask of 3 heads is built for 4 here, where nothing runs.
+    built = map_of(MASKS[name], spec, "float16").block_mask
+    names = [what[0] for what in cuda.done]
+    assert names[-4:-2] == ["build_block_map", "list_query_tiles"]
+    assert "store_pairs" not in names
+    entries = 3 * 5 * varies[0] * varies[1]
+    assert spec.entries(mask_text(MASKS[name], "float16")) == entries
+    layout = built.layout
+    assert layout.visible_pairs - layout.tiles == -(-4 * entries // 512) * 512
+    with_pairs = spec._replace(lists=lists._replace(stores_pairs=True))
+    more = Layout.of(with_pairs, mask_text(MASKS[name], "float16"))
+    assert more.bytes - layout.bytes == entries * 64 * 128 // 8
+    map_of(MASKS[name], with_pairs, "float16")
+    assert "store_pairs" in [what[0] for what in cuda.done]
+    MASKS[name].refresh()
 
 
 @pytest.mark.parametrize(

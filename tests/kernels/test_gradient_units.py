@@ -25,6 +25,8 @@ TABLE = ScoreMod(
     differentiable=["table"],
 )
 DOCUMENTS = MaskMod(lambda i, j: i // 64 == j // 64)
+# Query heads of a KV head have different masks, so no visible pairs are stored.
+BY_HEAD = MaskMod(lambda h, i, j: abs(i - j) < 64 * h + 9)
 BIAS = np.zeros((1, HEADS, SEQLEN, SEQLEN), np.float16)
 SINKS = np.zeros(HEADS, np.float32)
 LENGTHS = np.array([99], np.int32)
@@ -59,7 +61,11 @@ UNITS: list[tuple[str, str, str, int, int, dict[str, Any]]] = [
     ("mma", "sm_80", "bfloat16", 64, 72, OFFSETS),
     ("simt", "sm_75", "float32", 64, 0, OFFSETS),
     ("hopper", "sm_90", "bfloat16", 256, 120, {"seqlens_k": LENGTHS}),
-    ("hopper", "sm_90", "bfloat16", 128, 232, {"mask_mod": DOCUMENTS}),
+    ("hopper", "sm_90", "bfloat16", 64, 72, {"mask_mod": DOCUMENTS}),
+    ("hopper", "sm_90", "bfloat16", 128, 140, {"mask_mod": DOCUMENTS, "causal": True}),
+    ("hopper", "sm_90", "bfloat16", 256, 40, {"mask_mod": DOCUMENTS}),
+    ("hopper", "sm_90", "bfloat16", 128, 440, {"mask_mod": BY_HEAD}),
+    ("hopper", "sm_90", "bfloat16", 128, 360, {"mask_mod": DOCUMENTS, "softcap": 20.0}),
     ("mma", "sm_86", "float16", 64, 0, {"wrt": ("q", "bias"), "bias": BIAS}),
     *(
         ("hopper", "sm_90", dtype, head_dim, spilled, {"wrt": ("bias",), "bias": bias} | options)

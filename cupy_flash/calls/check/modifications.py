@@ -15,7 +15,7 @@ from cupy_flash.mods.captures import CaptureSpec, number_of, prefixed, read_capt
 from cupy_flash.mods.codegen.arguments import arguments_dtype, pack_arguments, real_type
 from cupy_flash.mods.codegen.emit import LOW_SCORES, SCALE, emit
 from cupy_flash.mods.ir.analysis import Analysis, value_range
-from cupy_flash.mods.ir.compose import compose
+from cupy_flash.mods.ir.compose import compose, varies
 from cupy_flash.mods.ir.derivative import Slopes, slopes_of
 from cupy_flash.mods.ir.expression import Node, postorder
 from cupy_flash.mods.ir.operations import ONE
@@ -244,6 +244,7 @@ def score_spec(
         and not has_offsets
         and not {"mask", "tree_mask", "seqused_q", "cache_leftpad"} & set(specs)
         and not (has_prefix and window.left is not None),
+        mask_varies=(False, False) if mod_key.mask_mod is None else varies(mod_key.mask_mod),
         block=None if mod_key.mask_mod is None else mod_key.mask_mod.block,
         reads_pairs=generated.reads_pairs,
         bias=_bias_spec(arrays["bias"], specs["bias"]) if "bias" in specs else None,

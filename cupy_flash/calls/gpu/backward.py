@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +9,7 @@ from cupy_flash.arrays.overlap import OverlapCheck, require_no_overlap
 from cupy_flash.arrays.strided import as_cupy
 from cupy_flash.calls.arguments import WRITTEN_GRADIENTS, GradientArguments
 from cupy_flash.calls.check.gradients import check_gradient_call, result_spec
+from cupy_flash.calls.check.modifications import NO_USER_MODS, UserMods
 from cupy_flash.calls.conversions import contiguous_copies, converted, readable_copies
 from cupy_flash.calls.gpu.allocate import (
     MemoryAllocator,
@@ -17,10 +17,13 @@ from cupy_flash.calls.gpu.allocate import (
     memory_allocator,
     result_allocator,
 )
+from cupy_flash.calls.gpu.block_masks import block_mask_spec, ready_block_mask
 from cupy_flash.calls.gpu.forward import loaded_launches
 from cupy_flash.calls.gpu.prepared_calls import Context, Operation
 from cupy_flash.calls.options import Options
+from cupy_flash.gpu.block_masks import BlockMaskKey
 from cupy_flash.gpu.counters import shared
+from cupy_flash.gpu.environment import cupy_module
 from cupy_flash.gpu.launch import Launches
 from cupy_flash.mods.captures import prefixed
 from cupy_flash.planning.planner import make_plan
@@ -29,6 +32,8 @@ from cupy_flash.problem.gradient import ROWS
 # Names of the values that follow the addresses of the arguments when a struct is packed: the
 # address of each input's gradient, of the workspace, and of arrays in the workspace.
 _RESULT, _WORKSPACE = "gradient of ", "workspace"
+# Name under which kernels find the address of the block mask, the last of the values.
+_BLOCK_MASK = "block_mask"
 # Struct fields for the gradients of inputs other than q, k, v and captured arrays.
 _FIELDS = {"bias": "dbias", "sinks": "dsinks"}
 
@@ -55,6 +60,8 @@ class Call:
         Launches of the backward kernels; none if there is no query.
     cleared
         Indices of the gradients that are zeroed first, because kernels write only parts of them.
+    block_mask_key
+        Key of the block mask that the kernels read, or None.
     """
 
     allocate_results: ResultAllocator
@@ -65,11 +72,19 @@ class Call:
     workspace_offsets: tuple[int, ...]
     launches: Launches
     cleared: tuple[int, ...]
+    block_mask_key: BlockMaskKey | None = None
 
-    def run(self, arguments: Sequence[Any], addresses: tuple[int, ...], *_: Any) -> list[Any]:
+    def run(
+        self,
+        arguments: Any,
+        addresses: tuple[int, ...],
+        _keys: int = 0,
+        user_mods: UserMods = NO_USER_MODS,
+    ) -> list[Any]:
         """Enqueue the launches for arrays at these addresses; return the gradients.
 
-        Of `arguments`, only the arrays that gradients are written to are used.
+        Of `arguments`, only the arrays that gradients are written to are used, and those that the
+        block mask is built from.
         """
         self.overlap_check.check(addresses)
         stream = None if self.uses_torch else shared(0)
@@ -84,8 +99,20 @@ class Call:
         # `_memory` is referenced until the launches are enqueued; then the pool may reuse it.
         _memory, scratch = self.scratch() if self.scratch else (None, 0)
         if self.launches:
-            offsets = [scratch + offset for offset in self.workspace_offsets]
-            self.launches.run((*addresses, *result_addresses, scratch, *offsets))
+            values = [*addresses, *result_addresses, scratch]
+            values += [scratch + offset for offset in self.workspace_offsets]
+            ready, current = None, 0
+            if self.block_mask_key is not None:
+                assert user_mods.mask_mod is not None
+                current = cupy_module().cuda.get_current_stream(self.block_mask_key.device).ptr
+                ready = ready_block_mask(
+                    *(user_mods.mask_mod, self.block_mask_key, current, arguments),
+                    uses_torch=self.uses_torch,
+                )
+                values.append(ready.address)
+            self.launches.run(tuple(values))
+            if ready is not None:
+                ready.launched(current)
         if stream is not None:
             stream.launched()
         return arrays
@@ -115,8 +142,20 @@ def prepare(arguments: GradientArguments, options: Options, context: Context) ->
     sources |= {name: name for name in optional if getattr(arguments, name) is not None}
     if problem.layout.kind == "padded":
         sources["seqused_k"] = "seqlens_k"
+    fixed: dict[str, Any] = {}
+    spec, block_mask_key = block_mask_spec(plan), None
+    if spec is not None:
+        assert context.user_mods.mask_mod is not None
+        cuda = cupy_module().cuda
+        block_mask_key = BlockMaskKey(cuda.runtime.getDevice(), problem.dtype, spec)
+        ready = ready_block_mask(
+            *(context.user_mods.mask_mod, block_mask_key, cuda.get_current_stream().ptr, arguments),
+            uses_torch=context.uses_torch,
+        )
+        fixed["block_mask"] = ready.block_mask.fields
+        sources |= {"block_mask.memory": _BLOCK_MASK}
     results = tuple(_RESULT + name for name in options.wrt)
-    names = (*fields, *results, _WORKSPACE, *offsets)
+    names = (*fields, *results, _WORKSPACE, *offsets, *((_BLOCK_MASK,) if spec else ()))
     given = {
         index: fields.index(f"d{name}")
         for index, name in enumerate(options.wrt)
@@ -139,6 +178,7 @@ def prepare(arguments: GradientArguments, options: Options, context: Context) ->
             for index, name in enumerate(options.wrt)
             if problem.is_empty or (name not in ROWS and not problem.layout.is_dense)
         ),
+        block_mask_key=block_mask_key,
     )
 
 

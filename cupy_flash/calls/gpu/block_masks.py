@@ -7,9 +7,9 @@ import functools
 import numpy as np
 
 from cupy_flash.arrays.strided import address_of, as_cupy
-from cupy_flash.calls.arguments import Arguments
+from cupy_flash.calls.arguments import Arguments, GradientArguments
 from cupy_flash.calls.gpu.allocate import new_torch_memory
-from cupy_flash.families import FORWARD
+from cupy_flash.families import FAMILIES
 from cupy_flash.gpu.block_masks import (
     BlockMaskKey,
     BlockMaskSpec,
@@ -23,8 +23,7 @@ from cupy_flash.mods.codegen.arguments import pack_arguments, real_type
 from cupy_flash.mods.codegen.bounds import HEADERS as BOUNDS_HEADERS
 from cupy_flash.mods.codegen.bounds import RANGE_BYTES, emit_bounds
 from cupy_flash.mods.codegen.emit import HEADERS, emit
-from cupy_flash.mods.ir.compose import prefixed_text
-from cupy_flash.mods.ir.expression import B, H, postorder
+from cupy_flash.mods.ir.compose import prefixed_text, varies
 from cupy_flash.mods.modification import MaskMod
 from cupy_flash.mods.trace.traced import Traced
 from cupy_flash.planning.planner import Plan
@@ -34,7 +33,7 @@ def ready_block_mask(
     mod: MaskMod,
     key: BlockMaskKey,
     current: int,
-    arguments: Arguments | None = None,
+    arguments: Arguments | GradientArguments | None = None,
     *,
     uses_torch: bool = False,
 ) -> ReadyBlockMask:
@@ -72,7 +71,9 @@ def ready_block_mask(
     return build_mask(kept, key, current, mask_text(mod, key.dtype), mods, allocate)
 
 
-def packed_captures(mod: MaskMod, dtype: str, arguments: Arguments | None = None) -> np.ndarray:
+def packed_captures(
+    mod: MaskMod, dtype: str, arguments: Arguments | GradientArguments | None = None
+) -> np.ndarray:
     """Return the ``ModArguments`` of a mask, filled in; see `ready_block_mask`."""
     values = {prefixed("mask_mod", name): value for name, value in mod.captures.items()}
     if arguments is not None:
@@ -85,7 +86,7 @@ def packed_captures(mod: MaskMod, dtype: str, arguments: Arguments | None = None
 def block_mask_spec(plan: Plan) -> BlockMaskSpec | None:
     """Return the sizes and bounds of the block mask of a plan; None if its kernels read none."""
     problem, score = plan.problem, plan.problem.score
-    family = FORWARD.get(plan.family)
+    family = FAMILIES[problem.direction].get(plan.family)
     if score is None or family is None or not family.uses_block_mask(problem):
         return None
     return BlockMaskSpec(
@@ -99,6 +100,7 @@ def block_mask_spec(plan: Plan) -> BlockMaskSpec | None:
         # The keys of a prefix are visible even if causality or the window would mask them.
         *((False, None, None) if score.prefix else (problem.causal, score.left, score.right)),
         family.row_groups(plan.tile),
+        family.query_tile_lists(problem, plan.tile),
     )
 
 
@@ -112,12 +114,12 @@ def mask_text(mod: MaskMod, dtype: str) -> MaskSource:
 def _mask_text(traced: Traced, dtype: str) -> MaskSource:
     expression, specs = prefixed_text(traced, "mask_mod")
     bounds = emit_bounds(expression, specs, dtype=dtype)
-    named = set(postorder(expression))
+    of_batch, of_head = varies(traced)
     return MaskSource(
         text=emit(None, expression, specs, dtype=dtype) + "\n" + bounds.text,
         headers=(*HEADERS, *BOUNDS_HEADERS),
         row_ranges=bounds.row_ranges * RANGE_BYTES,
         key_ranges=bounds.key_ranges * RANGE_BYTES,
-        of_batch=B in named,
-        of_head=H in named,
+        of_batch=of_batch,
+        of_head=of_head,
     )

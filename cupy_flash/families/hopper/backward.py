@@ -10,7 +10,9 @@ from cupy_flash.families import backward_common
 from cupy_flash.families.backward_common import QueryChunks, QuerySums
 from cupy_flash.families.contract import (
     Family,
+    QueryTileLists,
     ceil_div,
+    may_have_block_mask,
     remembers_last,
     round_up,
     tile_members,
@@ -54,10 +56,17 @@ _OTHER_BARRIERS = 13
 _BLOCK_INFO_BYTES = 96
 # Size in bytes of the statistics of a query row: its log-sum-exp and delta.
 _ROW_STATS_BYTES = 8
+# Size in bytes of the step of a query tile in a list.
+_STEP_BYTES = 8
 # Number of dS tiles that consumers exchange: while one is written, products still read the other.
 _PAIR_STAGES = 2
 # Fields of a tile that are members of `Config`.
 _TILE_MEMBERS = "Br Bc columns q_stages dout_stages exchange_stages buffers_dq"
+# Largest number of bytes of the lists of query tiles in a block mask, and of the visible pairs of
+# their entries. The pairs of 32768 queries and keys take 134 MB if sequences and heads share them.
+_LIST_BYTES = _PAIR_BYTES = 150_000_000
+# Bounds of the query tiles and of the KV tiles that an entry of a list can describe.
+_MAX_QUERY_TILES, _MAX_KV_TILES = 2**16, 2**13
 # Number of threads of the kernel that converts the dq accumulator to dq.
 _SUM_THREADS = 256
 
@@ -98,6 +107,33 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
     tile_type = HopperBackwardTile
     arch_specific = True
     serves_sequences = True
+    reads_block_masks = True
+
+    def uses_block_mask(self, problem: Problem) -> bool:
+        """Return whether the kernels read a block mask of the problem."""
+        return _reads_lists(problem)
+
+    def query_tile_lists(self, problem: Problem, tile: HopperBackwardTile) -> QueryTileLists | None:
+        """Return the lists of query tiles that a block mask has for the kernels, or None."""
+        if not _reads_lists(problem):
+            return None
+        group = problem.heads_q // problem.heads_kv
+        return QueryTileLists(group, self._stores_pairs(problem, tile))
+
+    def _stores_pairs(self, problem: Problem, tile: HopperBackwardTile) -> bool:
+        """Return whether the block mask stores the visible pairs of partial tiles.
+
+        Query heads that share a list must have the same pairs. The pairs must include all that
+        positions mask, so there is no prefix. A thread reads one word, for 64 rows.
+        """
+        score = problem.score
+        if score is None or tile.columns != WARPGROUP_ROWS or not _reads_lists(problem):
+            return False
+        entries = _lists(problem) * ceil_div(problem.seqlen_q, tile.Br)
+        entries *= ceil_div(problem.seqlen_k, tile.Bc)
+        size = entries * tile.Br * tile.Bc // 8
+        shares = problem.heads_q == problem.heads_kv or not score.mask_varies[1]
+        return shares and not score.prefix and size <= _PAIR_BYTES
 
     def _why_not(self, problem: Problem, device: Device) -> str | None:
         if problem.itemsize != 2:
@@ -182,6 +218,10 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         total = tile.Bc * (dim + dim_v) * size
         total += tile.Br * (tile.q_stages * dim + tile.dout_stages * dim_v) * size
         total += tile.q_stages * tile.Br * _ROW_STATS_BYTES
+        if _reads_lists(problem) and not _is_wide(problem):
+            total += tile.q_stages * _STEP_BYTES
+        if self._stores_pairs(problem, tile):
+            total += tile.q_stages * tile.Br * tile.Bc // 8
         pairs = tile.Br * tile.Bc * size
         if _is_wide(problem):
             # P is always stored, and dS only if dq is computed.
@@ -248,6 +288,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             "shared_memory": self.shared_memory(problem, tile),
             **{f"wants_{name}": gradient.wants(name) for name in ROWS},
         }
+        members["stores_pairs"] = self._stores_pairs(problem, tile)
         members |= bias_gradients.config(problem)
         return members | backward_common.config(
             problem,
@@ -260,6 +301,28 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
 def _is_wide(problem: Problem) -> bool:
     """Return whether dk and dv of 64 keys need the registers of two consumers."""
     return max(problem.head_dim, problem.head_dim_v) > _WIDEST_WHOLE
+
+
+def _max_tiles(problem: Problem) -> tuple[int, int]:
+    """Return the number of query tiles of the smallest Br, and the number of KV tiles."""
+    keys = WARPGROUP_ROWS if _is_wide(problem) else 2 * WARPGROUP_ROWS
+    return ceil_div(problem.seqlen_q, WARPGROUP_ROWS), ceil_div(problem.seqlen_k, keys)
+
+
+def _reads_lists(problem: Problem) -> bool:
+    """Return whether thread blocks read their query tiles from lists in a block mask."""
+    if not may_have_block_mask(problem):
+        return False
+    query_tiles, kv_tiles = _max_tiles(problem)
+    size = _lists(problem) * kv_tiles * query_tiles * 4
+    return query_tiles < _MAX_QUERY_TILES and kv_tiles < _MAX_KV_TILES and size <= _LIST_BYTES
+
+
+def _lists(problem: Problem) -> int:
+    """Return the number of sequences and KV heads whose lists of query tiles may differ."""
+    assert problem.score is not None
+    of_batch, of_head = problem.score.mask_varies
+    return (problem.batch if of_batch else 1) * (problem.heads_kv if of_head else 1)
 
 
 def _last_writes(problem: Problem) -> bool:
@@ -290,9 +353,12 @@ def _query_chunks(problem: Problem, device: Device, tile: HopperBackwardTile) ->
 
 
 def _may_descend(problem: Problem) -> bool:
-    """Return whether thread blocks of later keys have less work, because of a causal mask."""
+    """Return whether thread blocks of later keys have less work, because of a causal mask.
+
+    The lengths of lists of query tiles depend on the mask function, and their dq order ascends.
+    """
     mask = problem.mask
-    return mask.causal and mask.left is None
+    return mask.causal and mask.left is None and not _reads_lists(problem)
 
 
 def _ascending_blocks(problem: Problem, device: Device, blocks: int, keys: int) -> int:
@@ -356,11 +422,14 @@ def _section(problem: Problem, device: Device, chunks: QueryChunks) -> int:
 
     q, dout and the dq accumulator of these heads should fit in a third of L2, because adding to
     memory outside of L2 takes twice the time: 470 TFLOP/s with 1 head, 334 with 32 heads (H200,
-    head_dim 64, causal, seqlen 8192).
+    head_dim 64, causal, seqlen 8192). With lists of query tiles, thread blocks that run together
+    are assumed to visit a quarter of a head's rows: with more heads, thread blocks of the same head
+    start further apart, and wait less.
     """
+    rows = ceil_div(problem.seqlen_q, 4) if _reads_lists(problem) else problem.seqlen_q
     group = problem.heads_q // problem.heads_kv
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.itemsize + 4 * problem.head_dim
-    in_l2 = device.l2_cache // 3 // max(1, group // chunks.heads * problem.seqlen_q * row_bytes)
+    in_l2 = device.l2_cache // 3 // max(1, group // chunks.heads * rows * row_bytes)
     return group * max(1, min(in_l2, problem.batch * problem.heads_kv * chunks.blocks))
 
 

@@ -13,7 +13,19 @@ from typing import Any
 import numpy as np
 
 from cupy_flash.mods.captures import CaptureSpec, array_node, prefixed
-from cupy_flash.mods.ir.expression import BOOL, Q_START, REAL, ROW, SCORE, B, H, I, J, Node
+from cupy_flash.mods.ir.expression import (
+    BOOL,
+    Q_START,
+    REAL,
+    ROW,
+    SCORE,
+    B,
+    H,
+    I,
+    J,
+    Node,
+    postorder,
+)
 from cupy_flash.mods.ir.operations import operation, substitute
 from cupy_flash.mods.trace.symbols import Symbol, as_node
 from cupy_flash.mods.trace.traced import Traced
@@ -90,6 +102,12 @@ def compose(
     assert node.type == REAL
     assert visible is None or visible.node.type == BOOL
     return (None if node is SCORE else node), (None if visible is None else visible.node)
+
+
+def varies(mod: Traced) -> tuple[bool, bool]:
+    """Return whether a traced function differs between sequences, and between query heads."""
+    nodes = set(postorder(mod.expression))
+    return B in nodes, H in nodes
 
 
 def prefixed_text(mod: Traced, kind: str) -> tuple[Node, dict[str, CaptureSpec]]:

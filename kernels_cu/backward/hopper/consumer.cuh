@@ -20,7 +20,7 @@
 // them: -delta initializes the accumulators of dP.
 #pragma once
 
-#include "backward/hopper/cta.cuh"
+#include "backward/hopper/listed_tiles.cuh"
 #include "backward/hopper/products.cuh"
 #include "ptx/sm90a.cuh"
 
@@ -100,9 +100,9 @@ struct HopperGradientConsumer : HopperGradientProducts<Config, DqColumns> {
     Base::start_scores(first, keys, q_ring.index, 0);
     load_stats(0);
     wait_scores(first);
-    while (!cta.is_last(step)) {
+    while (!cta.is_last(cta.stored_step(step, q_ring.index))) {
       process_tile<false>(step);
-      step = cta.next_step(step);
+      step = cta.next_stored_step(step, q_ring.index);
     }
     process_tile<true>(step);
   }
@@ -111,7 +111,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config, DqColumns> {
   // first part are complete at the end, unless `Last`.
   template <bool Last>
   __device__ void process_tile(const Step& step) {
-    const bool is_masked = cta.is_masked(step);
+    const bool is_masked = cta.is_masked(cta.stored_step(step, q_ring.index));
     ptx::mbarrier_wait(cta.dout_full(dout_ring.index), dout_ring.phase);
     process_parts<0, Last>(step, is_masked);
   }
@@ -162,8 +162,9 @@ struct HopperGradientConsumer : HopperGradientProducts<Config, DqColumns> {
     if constexpr (computes_dq) {
       Base::template wait<wants_k>(dq_part);
       if constexpr (Cta::last_writes) {
-        if (cta.is_last_cta(step.tile)) {
-          finish_dq(dq_part, step, stage);
+        const Step stored = cta.stored_step(step, stage);
+        if (cta.is_last_cta(stored)) {
+          finish_dq(dq_part, stored, stage);
         } else {
           Base::template write_dq_sums<0>(dq_part);
         }
@@ -209,29 +210,30 @@ struct HopperGradientConsumer : HopperGradientProducts<Config, DqColumns> {
   template <int Part>
   __device__ void softmax_backward(const Step& step, bool is_masked) {
     constexpr int rows = columns / 4;
+    const unsigned visible_pairs = is_masked ? Base::load_visible_pairs(Part) : ~0u;
     if constexpr (single_pass) {
       Base::start_dp(gradients, values, Part, [](int) {});
       Base::template wait<0>(gradients);
-      Base::compute_p_and_ds(scores, gradients, lse_log2, step, Part, is_masked);
-    } else if constexpr (wants_ds && !Config::modified) {
+      Base::compute_p_and_ds(scores, gradients, lse_log2, step, Part, is_masked, visible_pairs);
+    } else if constexpr (wants_ds && Base::masks_p) {
       // Masked and unmasked tiles run the same code. It computes all P; masked P are then set to 0.
       Base::start_dp(gradients, values, Part, [&](int i) {
         Base::template compute_p<false>(scores, lse_log2, step, Part, i * rows / Base::k_steps_v,
                                         (i + 1) * rows / Base::k_steps_v);
       });
-      if (is_masked) Base::mask_p(scores, step, Part);
+      if (is_masked) Base::mask_p(scores, step, Part, visible_pairs);
     } else {
       if constexpr (wants_ds) Base::start_dp(gradients, values, Part, [](int) {});
-      Base::compute_all_p(scores, lse_log2, step, Part, is_masked);
+      Base::compute_all_p(scores, lse_log2, step, Part, is_masked, visible_pairs);
     }
-    Base::add_p_sums(scores);
+    Base::record_visible_keys(scores, is_masked, visible_pairs);
   }
 
   // Adds the earlier CTAs' sums and writes dq. `stage` is the stage of q and of its row statistics.
   __device__ void finish_dq(DqPart& sums, const Step& step, int stage) {
     ptx::mbarrier_wait(cta.earlier_sums_full(consumer), earlier_sums_phase);
     earlier_sums_phase ^= 1;
-    if (cta.order_index(step.tile) > 0) {
+    if (cta.order_index(step) > 0) {
 #pragma unroll
       for (int j = 0; j < Base::dq_column_tiles; ++j) {
         unsigned four[4];

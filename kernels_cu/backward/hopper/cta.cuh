@@ -137,7 +137,7 @@ struct HopperGradientCta {
   static constexpr bool buffers_dq = wants_q && (!wide || Config::buffers_dq);
 
   // Shared memory: k, v, the rings of q and dout, dS, the dq sums, P (for wide heads), row
-  // statistics, barriers and `HopperGradientBlockInfo`.
+  // statistics, visible pairs, steps, barriers and `HopperGradientBlockInfo`.
   static constexpr int value_offset = KeyTile::bytes;
   static constexpr int query_offset = value_offset + ValueTile::bytes;
   static constexpr int dout_offset = query_offset + Config::q_stages * QueryTile::bytes;
@@ -149,7 +149,13 @@ struct HopperGradientCta {
   static constexpr int p_tile_bytes = Br * Bc * int(sizeof(Element));
   static constexpr int stats_offset = p_tiles_offset + (wide ? ds_stages * p_tile_bytes : 0);
   static constexpr int stats_bytes = 2 * Br * int(sizeof(float));
-  static constexpr int barrier_offset = stats_offset + Config::q_stages * stats_bytes;
+  // Visible pairs of query tiles, one bit each (hopper/listed_tiles.cuh).
+  static constexpr int pairs_offset = stats_offset + Config::q_stages * stats_bytes;
+  static constexpr int pairs_bytes = Config::stores_pairs ? Br * Bc / 8 : 0;
+  // Steps of the tiles in the stages, with `Config::block_mask` (hopper/listed_tiles.cuh).
+  static constexpr int steps_offset = pairs_offset + Config::q_stages * pairs_bytes;
+  static constexpr int step_bytes = Config::block_mask && !wide ? 8 : 0;
+  static constexpr int barrier_offset = steps_offset + Config::q_stages * step_bytes;
   static constexpr int ring_barriers = 2 * (Config::q_stages + Config::dout_stages);
   // Barriers of k and v (3), of the dq sums or the semaphore (6 at most), and of the earlier dq
   // sums or, for wide heads, P and dS (4 at most).
@@ -221,13 +227,13 @@ struct HopperGradientCta {
     return {step.head + 1, start_tile()};
   }
 
-  // Returns the CTA's index in the dq order of a query tile.
-  __device__ int order_index(int tile) const {
-    return descends() ? coord.begin / Bc : order.order_index(tile);
+  // Returns the CTA's index in the dq order of a step's query tile.
+  __device__ int order_index(const Step& step) const {
+    return descends() ? coord.begin / Bc : order.order_index(step.tile);
   }
-  // Returns whether the CTA is the last one in the dq order of a query tile.
-  __device__ bool is_last_cta(int tile) const {
-    return descends() ? order.order_index(tile) == 0 : order.is_last_cta(tile);
+  // Returns whether the CTA is the last one in the dq order of a step's query tile.
+  __device__ bool is_last_cta(const Step& step) const {
+    return descends() ? order.order_index(step.tile) == 0 : order.is_last_cta(step.tile);
   }
 
   // Returns whether a step needs the mask. Missing keys are zeros, so their scores are 0, and their
@@ -240,6 +246,11 @@ struct HopperGradientCta {
     return last >= sequence.seqlen_q || mask.visible_end(first) < coord.begin + Bc ||
            mask.visible_begin(last) > coord.begin;
   }
+
+  // A derived class may store each step with its tile of q, so that consumers need not keep it.
+  __device__ static void store_step(const Step&, int) {}
+  __device__ static const Step& stored_step(const Step& step, int) { return step; }
+  __device__ Step next_stored_step(const Step& step, int) const { return next_step(step); }
 
   // ---- Shared memory.
 
@@ -264,6 +275,13 @@ struct HopperGradientCta {
   __device__ float* stats(int stage) const {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     return reinterpret_cast<float*>(shared_memory + stats_offset) + stage * 2 * Br;
+  }
+  __device__ const unsigned* pairs(int stage) const {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    return reinterpret_cast<const unsigned*>(shared_memory + pairs_offset + stage * pairs_bytes);
+  }
+  __device__ unsigned pairs_address(int stage) const {
+    return shared + pairs_offset + stage * pairs_bytes;
   }
 
   // ---- Barriers. A stage is full once its data has arrived, empty once all consumers released it.

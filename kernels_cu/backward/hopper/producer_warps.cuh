@@ -3,7 +3,7 @@
 #pragma once
 
 #include "backward/preprocess/clean.cuh"
-#include "backward/hopper/cta.cuh"
+#include "backward/hopper/listed_tiles.cuh"
 #include "backward/dq/semaphore.cuh"
 #include "ptx/ordered_add.cuh"
 #include "score/softmax.cuh"
@@ -13,7 +13,7 @@
 // Run by one lane. Issues TMA loads of k and v, and of tiles of q and dout as stages become free.
 template <class Config>
 struct HopperGradientLoader {
-  using Cta = HopperGradientCta<Config>;
+  using Cta = HopperCta<Config>;
   using Step = typename Cta::Step;
 
   const Cta& cta;
@@ -42,10 +42,23 @@ struct HopperGradientLoader {
   __device__ void load_queries(const Step& step) {
     const int stage = q_ring.index;
     ptx::mbarrier_wait(cta.q_empty(stage), q_ring.phase ^ 1);
+    const unsigned barrier = Cta::inspects ? cta.q_arrived(stage) : cta.q_full(stage);
+    if constexpr (Config::stores_pairs) load_pairs(cta.p, step, stage, barrier);
     load<typename Cta::QueryTile>(cta.queries_address(stage), &cta.maps.q, row_of(step), step.head,
-                                  cta.sequence.q_batch,
-                                  Cta::inspects ? cta.q_arrived(stage) : cta.q_full(stage));
+                                  cta.sequence.q_batch, barrier);
     q_ring.advance();
+  }
+
+  // Loads the visible pairs of a step, before the arrival at `barrier`. A template, because
+  // `p.block_mask` exists only in translation units with modifications.
+  template <class AnyParams>
+  __device__ void load_pairs(const AnyParams& p, const Step& step, int stage,
+                             unsigned barrier) const {
+    if (!cta.is_masked(step)) return;
+    ptx::mbarrier_expect_tx(barrier, Cta::pairs_bytes);
+    ptx::cp_async_bulk(cta.pairs_address(stage),
+                       QueryTileLists{p.block_mask}.pairs(step.index, Cta::pairs_bytes),
+                       Cta::pairs_bytes, barrier);
   }
 
   __device__ void load_douts(const Step& step) {
@@ -73,7 +86,7 @@ struct HopperGradientLoader {
 // the sequence, and rows of q and dout that attend to no key.
 template <class Config>
 struct HopperRowStatsLoader {
-  using Cta = HopperGradientCta<Config>;
+  using Cta = HopperCta<Config>;
   using Step = typename Cta::Step;
   static constexpr int Br = Config::Br;
   static constexpr int rows_per_lane = Br / 32;
@@ -107,6 +120,7 @@ struct HopperRowStatsLoader {
       if (row < left) row_stats_of_lane[i] = source[row];
     }
     ptx::mbarrier_wait(cta.q_empty(q_ring.index), q_ring.phase ^ 1);
+    cta.store_step(step, q_ring.index);
     float* stats = cta.stats(q_ring.index);
 #pragma unroll
     for (int i = 0; i < rows_per_lane; ++i) {
@@ -164,7 +178,7 @@ struct HopperRowStatsLoader {
 //   lane 1                        ... semaphore, sums_full | copy, sums_empty | wait for add ...
 template <class Config>
 struct HopperGradientAdder {
-  using Cta = HopperGradientCta<Config>;
+  using Cta = HopperCta<Config>;
   using Step = typename Cta::Step;
   using Fragments = typename Cta::Fragments;
 
@@ -187,11 +201,11 @@ struct HopperGradientAdder {
     int* semaphore = all.semaphore(cta.p, cta.sequence, cta.coord.batch, step.head, step.tile);
     float* target = all.template sums<Fragments::floats>(cta.p, cta.sequence, cta.coord.batch,
                                                          step.head, step.tile);
-    const int order_index = cta.order_index(step.tile);
+    const int order_index = cta.order_index(step);
     while (ptx::ld_acquire_gpu(semaphore) != order_index) {
     }
     ptx::fence_proxy_async_global();
-    if (Cta::last_writes && cta.is_last_cta(step.tile)) {
+    if (Cta::last_writes && cta.is_last_cta(step)) {
       load_earlier_sums(target, order_index);
     } else {
       add_sums(target, order_index);

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "backward/preprocess/clean.cuh"
-#include "backward/hopper/cta.cuh"
+#include "backward/hopper/listed_tiles.cuh"
 #include "backward/softmax_backward.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/sm90a.cuh"
@@ -25,7 +25,7 @@ template <class Config, int DqColumns>
 struct HopperGradientProducts {
   using Element = typename Config::Element;
   using Gradient = typename Config::Gradient;
-  using Cta = HopperGradientCta<Config>;
+  using Cta = HopperCta<Config>;
   using Step = typename Cta::Step;
   using KeyTile = typename Cta::KeyTile;
   using ValueTile = typename Cta::ValueTile;
@@ -67,8 +67,11 @@ struct HopperGradientProducts {
   PipelineState<Config::q_stages> q_ring = {};
   PipelineState<Config::dout_stages> dout_ring = {};
   PipelineState<Cta::ds_stages> ds_ring = {};
-  float p_sums[2] = {};  // sums of P, to detect keys whose pairs are all masked
-  int sums_phase = 1;    // of the consumer's dq buffer
+  // Sums of P of each key, and bits of the pairs that were visible in any tile (`TransposedPairs`).
+  // One of the two detects keys whose pairs are all masked.
+  float p_sums[2] = {};
+  unsigned any_visible = 0;
+  int sums_phase = 1;  // of the consumer's dq buffer
   int sums_stage = 0;
 
   __device__ HopperGradientProducts(const Cta& cta, int consumer)
@@ -257,11 +260,27 @@ struct HopperGradientProducts {
     for (int i = 0; i < columns / 2; ++i) gradients[i] = minus_delta[i / 4 * 2 + i % 2];
   }
 
+  // Loads the lane's word of visible pairs (`TransposedPairs`) of a part of the query tile in the
+  // current stage. The word is meaningless if the tile is not masked.
+  __device__ unsigned load_visible_pairs(int part) const {
+    if constexpr (Config::stores_pairs) {
+      static_assert(columns == TransposedPairs::side, "one word per lane");
+      return cta.pairs(q_ring.index)[TransposedPairs::word(part, consumer_key() / 64,
+                                                           threadIdx.x % 128, Bc)];
+    } else {
+      return 0;
+    }
+  }
+
   // `SoftmaxBackward` for a part of a query tile, and the arguments of its functions. They get a
   // delta of 0, because the accumulators of dP already contain -delta.
-  using PartSoftmaxBackward = SoftmaxBackward<Config, columns / 4, 2>;
-  __device__ PartSoftmaxBackward part_softmax_backward(const Step& step) const {
-    return {cta.p, cta.mask, cta.sequence, cta.coord.batch, step.head, scale_log2};
+  using PartSoftmaxBackward =
+      SoftmaxBackward<Config, columns / 4, 2, GradientParams, PairsOnDemand, Config::block_mask,
+                      Config::stores_pairs>;
+  __device__ PartSoftmaxBackward part_softmax_backward(const Step& step,
+                                                       unsigned visible_pairs = 0) const {
+    return {cta.p, cta.mask, cta.sequence, cta.coord.batch, step.head, scale_log2,
+            1,     0,        {},           visible_pairs};
   }
   __device__ auto rows_of_part(const Step& step, int part) const {
     const int first = step.tile * Br + part * columns + threadIdx.x % 4 * 2;
@@ -280,11 +299,12 @@ struct HopperGradientProducts {
 
   // Converts S to P and, in `gradients`, dP to dS.
   __device__ void compute_p_and_ds(Scores& scores, Scores& gradients, const LaneRows& lse_log2,
-                                   const Step& step, int part, bool is_masked) const {
+                                   const Step& step, int part, bool is_masked,
+                                   unsigned visible_pairs) const {
     const auto run = [&](auto masked) {
-      part_softmax_backward(step).template run<masked.value>(rows_of_part(step, part), first_key(),
-                                                             stats_of(lse_log2), element(scores),
-                                                             element(gradients), key_step());
+      part_softmax_backward(step, visible_pairs)
+          .template run<masked.value>(rows_of_part(step, part), first_key(), stats_of(lse_log2),
+                                      element(scores), element(gradients), key_step());
     };
     is_masked ? run(Const<true>()) : run(Const<false>());
   }
@@ -292,26 +312,48 @@ struct HopperGradientProducts {
   // Converts S to P for the lane's rows [first, last).
   template <bool Masked>
   __device__ void compute_p(Scores& scores, const LaneRows& lse_log2, const Step& step, int part,
-                            int first, int last) const {
-    part_softmax_backward(step).template compute_p<Masked>(rows_of_part(step, part), first_key(),
-                                                           stats_of(lse_log2), element(scores),
-                                                           key_step(), first, last);
+                            int first, int last, unsigned visible_pairs = 0) const {
+    part_softmax_backward(step, visible_pairs)
+        .template compute_p<Masked>(rows_of_part(step, part), first_key(), stats_of(lse_log2),
+                                    element(scores), key_step(), first, last);
   }
+
+  // Whether P of all pairs is computed before masked P are set to 0. Otherwise the mask is part of
+  // the code that computes P.
+  static constexpr bool masks_p =
+      !Config::modified || (Config::stores_pairs && !Mods::changes_scores);
+
   __device__ void compute_all_p(Scores& scores, const LaneRows& lse_log2, const Step& step,
-                                int part, bool is_masked) const {
+                                int part, bool is_masked, unsigned visible_pairs) const {
     constexpr int rows = columns / 4;
-    if (is_masked) {
-      compute_p<true>(scores, lse_log2, step, part, 0, rows);
+    if constexpr (Config::stores_pairs && masks_p) {
+      compute_p<false>(scores, lse_log2, step, part, 0, rows);
+      if (is_masked) mask_p(scores, step, part, visible_pairs);
+    } else if (is_masked) {
+      compute_p<true>(scores, lse_log2, step, part, 0, rows, visible_pairs);
     } else {
       compute_p<false>(scores, lse_log2, step, part, 0, rows);
     }
   }
-  __device__ void mask_p(Scores& scores, const Step& step, int part) const {
-    part_softmax_backward(step).mask_p(rows_of_part(step, part), first_key(), element(scores),
-                                       key_step());
+  __device__ void mask_p(Scores& scores, const Step& step, int part, unsigned visible_pairs) const {
+    if constexpr (Config::stores_pairs) {
+#pragma unroll
+      for (int i = 0; i < columns / 2; ++i) scores[i] = visible_pairs >> i & 1 ? scores[i] : 0;
+    } else {
+      part_softmax_backward(step).mask_p(rows_of_part(step, part), first_key(), element(scores),
+                                         key_step());
+    }
   }
-  __device__ void add_p_sums(const Scores& scores) {
-    if constexpr (Mods::masks_pairs) {
+  // Whether bits record which keys have a visible pair. A score of -inf masks its pair, too.
+  static constexpr bool records_bits = Config::stores_pairs && !Mods::changes_scores;
+
+  // Records which keys have a visible pair. Bits take fewer registers than sums: with sums, the
+  // kernel for head_dim 128 spills 570 instead of 200 bytes.
+  __device__ void record_visible_keys(const Scores& scores, bool is_masked,
+                                      unsigned visible_pairs) {
+    if constexpr (records_bits) {
+      any_visible |= is_masked ? visible_pairs : ~0u;
+    } else if constexpr (Mods::masks_pairs) {
 #pragma unroll
       for (int i = 0; i < columns / 2; ++i) p_sums[i / 2 % 2] += scores[i];
     }
@@ -451,8 +493,10 @@ struct HopperGradientProducts {
     const bool is_visible = cta.mask.row_begin(key, cta.sequence.seqlen_q) <
                             cta.mask.row_end(key, cta.sequence.seqlen_q);
     if constexpr (!Mods::masks_pairs) return is_visible;
-    const float sum = sum_of_lanes(p_sums[half]);
-    return is_visible && sum != 0;
+    const float sum = records_bits
+                          ? float((any_visible & TransposedPairs::bits_of_key(half)) != 0)
+                          : p_sums[half];
+    return is_visible && sum_of_lanes(sum) != 0;
   }
 
   template <int Count>

@@ -27,7 +27,7 @@
 //   consumers       semaphore_acquired -> add, dq_added
 #pragma once
 
-#include "backward/hopper/cta.cuh"
+#include "backward/hopper/listed_tiles.cuh"
 #include "backward/hopper/products.cuh"
 #include "backward/dq/semaphore.cuh"
 #include "ptx/ordered_add.cuh"
@@ -91,7 +91,7 @@ struct HopperWideProducts : HopperGradientProducts<Config, DqColumns> {
                                                          step.head, step.tile) +
                     Cta::dq_offset(consumer) + 64 * Chunk * Base::dq_columns +
                     Fragments::fragment_offset(threadIdx.x / 32 % 4, 0, 0, threadIdx.x % 32);
-    const bool is_first = cta.order_index(step.tile) == 0;
+    const bool is_first = cta.order_index(step) == 0;
     if (Chunk == 0) {
       ptx::mbarrier_wait(cta.semaphore_acquired(semaphore_ring.index), semaphore_ring.phase);
     }
@@ -137,6 +137,7 @@ struct HopperValueConsumer
   LeftOperand left_p;  // P of the next tile, if `ahead`
   PipelineState<Cta::ds_stages> p_ring = {};
   typename Base::LaneRows lse_log2;
+  unsigned visible_pairs;
 
   using Base::Base;
 
@@ -170,6 +171,7 @@ struct HopperValueConsumer
   template <int Pending>
   __device__ void wait_next(Scores& next) {
     Base::load_lse(lse_log2, 0);
+    visible_pairs = Base::load_visible_pairs(0);
     Base::template wait<Pending>(next);
 #pragma unroll
     for (int i = 0; i < columns / 2; ++i) scores[i] = next[i];
@@ -225,12 +227,12 @@ struct HopperValueConsumer
       Scores slopes;
 #pragma unroll
       for (int i = 0; i < columns / 2; ++i) slopes[i] = 1;
-      Base::compute_p_and_ds(scores, slopes, lse_log2, step, 0, is_masked);
+      Base::compute_p_and_ds(scores, slopes, lse_log2, step, 0, is_masked, visible_pairs);
       Base::narrow(p_operand, slopes);
     } else {
-      Base::compute_all_p(scores, lse_log2, step, 0, is_masked);
+      Base::compute_all_p(scores, lse_log2, step, 0, is_masked, visible_pairs);
     }
-    Base::add_p_sums(scores);
+    Base::record_visible_keys(scores, is_masked, visible_pairs);
     Base::narrow(left_p, scores);
     if constexpr (wants_ds) {
       if constexpr (Base::single_pass) {
@@ -339,7 +341,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config, HopperGradientCta<Config>:
     Scores scores;
     ptx::mbarrier_wait(cta.p_full(ds_ring.index), ds_ring.phase);
     receive_p(scores);
-    Base::add_p_sums(scores);
+    Base::record_visible_keys(scores, is_masked, Base::load_visible_pairs(0));
     Base::template wait<0>(gradients);
     Base::compute_ds(gradients, scores, is_masked);
     Base::narrow(left_ds, gradients);
@@ -370,7 +372,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config, HopperGradientCta<Config>:
 // the dq semaphore on behalf of the consumers, and releases it when both have added.
 template <class Config>
 struct HopperSemaphoreWarp {
-  using Cta = HopperGradientCta<Config>;
+  using Cta = HopperCta<Config>;
   using Step = typename Cta::Step;
 
   const Cta& cta;
@@ -390,7 +392,7 @@ struct HopperSemaphoreWarp {
   __device__ void process(const Step& step) {
     const DqSums<Config> all(cta.p);
     int* semaphore = all.semaphore(cta.p, cta.sequence, cta.coord.batch, step.head, step.tile);
-    const int order_index = cta.order_index(step.tile);
+    const int order_index = cta.order_index(step);
     while (ptx::ld_acquire_gpu(semaphore) != order_index) {
     }
     ptx::mbarrier_arrive(cta.semaphore_acquired(lane_index));

@@ -1,5 +1,6 @@
 // Zeroes gradient rows that no other kernel writes: rows of queries that attend to no key because
-// of their position and, in varlen batches, rows of queries and keys that belong to no sequence.
+// of their position or the block mask and, in varlen batches, rows of queries and keys that belong
+// to no sequence.
 #pragma once
 
 #include "backward/params.cuh"
@@ -12,13 +13,7 @@ struct UnwrittenRows {
   // Called by all threads of the grid.
   __device__ static void clear(const GradientParams& p) {
     if constexpr (Config::zeroes_queries) {
-      if (p.dq.data != nullptr) {
-        const bool is_packed = Config::has_seqlens && p.cu_seqlens_q != nullptr;
-        const int rows = is_packed ? p.total_q : p.seqlen_q;
-        zero_rows_if<Config::head_dim>(
-            p.dq, p.heads_q, rows, is_packed ? 1 : p.batch,
-            [&](int batch, int row) { return is_unwritten(p, batch, row); });
-      }
+      if (p.dq.data != nullptr) zero_queries(p);
     }
     if constexpr (Config::has_seqlens) {
       const int rows = p.cu_seqlens_k != nullptr ? p.total_k : p.seqlen_k;
@@ -34,6 +29,42 @@ struct UnwrittenRows {
   }
 
  private:
+  // A template, because `p.block_mask` exists only in translation units with modifications.
+  template <class AnyParams>
+  __device__ static void zero_queries(const AnyParams& p) {
+    if constexpr (Config::block_mask) {
+      zero_unlisted_tiles(p);
+    } else {
+      const bool is_packed = Config::has_seqlens && p.cu_seqlens_q != nullptr;
+      const int rows = is_packed ? p.total_q : p.seqlen_q;
+      zero_rows_if<Config::head_dim>(
+          p.dq, p.heads_q, rows, is_packed ? 1 : p.batch,
+          [&](int batch, int row) { return is_unwritten(p, batch, row); });
+    }
+  }
+
+  // Zeroes the query tiles that are in no list of the block mask (hopper/listed_tiles.cuh). Each
+  // warp tests one tile of one head. The main kernel may write a zeroed tile again, because query
+  // heads share lists.
+  template <class AnyParams>
+  __device__ static void zero_unlisted_tiles(const AnyParams& p) {
+    constexpr int Br = Config::dq_Br;
+    const int tiles = ceil_div(p.seqlen_q, Br), lane = threadIdx.x % 32;
+    const int64 count = int64(p.batch) * p.heads_q * tiles;
+    for (int64 index = (int64(blockIdx.x) * blockDim.x + threadIdx.x) / 32; index < count;
+         index += int64(gridDim.x) * blockDim.x / 32) {
+      const int tile = index % tiles, head = index / tiles % p.heads_q;
+      const int batch = index / tiles / p.heads_q;
+      const MaskedBlocks<1> blocks(p.block_mask, batch, head, tile);
+      unsigned any = 0;
+      for (int word = lane; word < blocks.words; word += 32) any |= blocks.nonempty_word(word);
+      if (__any_sync(~0u, any != 0)) continue;
+      for (int row = tile * Br; row < min((tile + 1) * Br, p.seqlen_q); ++row) {
+        zero_row<Config::head_dim>(p.dq, head, 1, batch, row);
+      }
+    }
+  }
+
   // Each lane tests one row, for all heads. The warp then zeroes each row that a lane found.
   template <int Dim, class IsUnwritten>
   __device__ static void zero_rows_if(const Tensor& gradient, int heads, int rows, int batches,
@@ -47,18 +78,21 @@ struct UnwrittenRows {
           ~0u, lane_row < count && is_unwritten_row(lane_row / rows, lane_row % rows));
       for (; pending != 0; pending &= pending - 1) {
         const int64 unwritten = first + __ffs(pending) - 1;
-        zero_row<Dim>(gradient, heads, unwritten / rows, unwritten % rows);
+        zero_row<Dim>(gradient, 0, heads, unwritten / rows, unwritten % rows);
       }
     }
   }
 
+  // Zeroes a row of `heads` heads from `first_head` on. Called by a warp.
   template <int Dim>
-  __device__ static void zero_row(const Tensor& gradient, int heads, int batch, int row) {
+  __device__ static void zero_row(const Tensor& gradient, int first_head, int heads, int batch,
+                                  int row) {
     constexpr int elements = 16 / int(sizeof(Gradient));
     constexpr int chunks = ceil_div(Dim, elements);
     for (int i = threadIdx.x % 32; i < heads * chunks; i += 32) {
       const int column = i % chunks * elements;
-      Gradient* target = gradient.head<Gradient>(batch, i / chunks) + row * gradient.row_stride;
+      Gradient* target =
+          gradient.head<Gradient>(batch, first_head + i / chunks) + row * gradient.row_stride;
       store_chunk<Gradient, Config::out_alignment>(target + column, {}, Dim - column);
     }
   }

@@ -72,7 +72,7 @@ extern "C" void classify{number}(const ModArguments* a, int b, int h, int count,
 
 _BUILDER = """
 namespace mask{number} {{
-#include "block_mask/build.cu"
+#include "block_mask/build_lists.cu"
 
 extern "C" void read{number}(const BlockMask* map, int batch, int head, int tile, int* answers) {{
   const MaskedBlocks<2> blocks(*map, batch, head, tile);
@@ -89,15 +89,21 @@ extern "C" void read{number}(const BlockMask* map, int batch, int head, int tile
 }}
 
 extern "C" void build{number}(const BlockMaskParams* p, int range_warps, int thread_blocks,
-                              int heads) {{
+                              int heads, int lists, int entries) {{
   for (int block = 0; block < (range_warps + 7) / 8; ++block) {{
     run_block(256, [&] {{ blockIdx.x = block; block_mask::find_ranges(*p); }});
   }}
   for (int block = 0; block < thread_blocks; ++block) {{
     run_block(256, [&] {{ blockIdx.x = block; block_mask::build(*p); }});
   }}
-  for (int head = 0; head < heads; ++head) {{
+  for (int head = 0; head < heads && lists == 0; ++head) {{
     run_block(256, [&] {{ blockIdx.x = head; block_mask::order_tiles(*p); }});
+  }}
+  for (int block = 0; block < (lists + 7) / 8; ++block) {{
+    run_block(256, [&] {{ blockIdx.x = block; block_mask::list_query_tiles(*p); }});
+  }}
+  for (int entry = 0; entry < entries; ++entry) {{
+    run_block(256, [&] {{ blockIdx.x = entry; block_mask::store_pairs(*p); }});
   }}
 }}
 }}
@@ -114,6 +120,14 @@ class FoundMap(NamedTuple):
     shown: np.ndarray  # bits of stored visible pairs, (parts, slots, threads, halves, words)
 
 
+class FoundLists(NamedTuple):
+    """Lists of query tiles of a block mask; shapes begin with batches and KV heads."""
+
+    lists: np.ndarray  # words of `QueryTileEntry`, (key blocks, query tiles)
+    # Bits of visible pairs, (key blocks, query tiles, blocks of a tile, words); None if not stored.
+    pairs: np.ndarray | None
+
+
 class HostMask(NamedTuple):
     """Functions of a mask whose generated code is compiled for the CPU.
 
@@ -124,7 +138,7 @@ class HostMask(NamedTuple):
     """
 
     classify: Callable[[int, int, np.ndarray], np.ndarray]
-    build: Callable[[BlockMaskSpec], FoundMap]
+    build: Callable[[BlockMaskSpec], FoundMap | FoundLists]
     read: Callable[[np.ndarray, int, int, int], np.ndarray]
 
 
@@ -135,7 +149,7 @@ def compiled_masks(
     if COMPILER is None:
         pytest.skip("no g++ to compile device text with")
     texts = [mask_text(mod, dtype) for mod in mods]
-    headers = ["cuda.h", *texts[0].headers, "block_mask/block_mask.cuh"]
+    headers = ["cuda.h", *texts[0].headers, "block_mask/query_tile_lists.cuh"]
     unit = _BOUNDS + _BUILDER * builds
     source, library = folder / "masks.cpp", folder / "masks.so"
     units = [unit.format(number=n, text=text.text) for n, text in enumerate(texts)]
@@ -182,7 +196,12 @@ def _host_mask(
         of_keys = spec.key_blocks if text.key_ranges else 0
         thread_blocks = batches * heads * parts
         warps = batches * heads * (of_rows + of_keys)
-        build(pointer(params), warps, thread_blocks, batches * heads)
+        entries = spec.entries(text)
+        stored = entries if spec.lists and spec.lists.stores_pairs else 0
+        lists = entries // spec.row_tiles
+        build(pointer(params), warps, thread_blocks, batches * heads, lists, stored)
+        if spec.lists:
+            return read_lists(spec, (batches, heads), memory, layout)
         return read_map(spec, (batches, heads), memory, layout)
 
     def told(map: np.ndarray, batch: int, head: int, tile: int) -> np.ndarray:
@@ -258,6 +277,66 @@ def read_map(
     )
 
 
+def read_lists(
+    spec: BlockMaskSpec, maps: tuple[int, int], memory: np.ndarray, layout: Layout
+) -> FoundLists:
+    """Return the lists of a block mask from its bytes."""
+    assert spec.lists is not None
+    batches, heads = maps
+    kv_heads = heads // spec.lists.group if heads > 1 else 1
+    shape = batches, kv_heads, spec.key_blocks, spec.row_tiles
+    words = memory[layout.tiles :].view(np.uint32)[: int(np.prod(shape))]
+    pairs = None
+    if spec.lists.stores_pairs:
+        pairs = memory[layout.visible_pairs :].view(np.uint32).reshape(*shape, -1, 128)
+    return FoundLists(words.reshape(shape), pairs)
+
+
+def check_lists(
+    found: FoundLists, mod: MaskMod, spec: BlockMaskSpec, maps: tuple[int, int]
+) -> None:
+    """Fail unless the lists of query tiles, and the pairs of their entries, agree with the mask."""
+    assert spec.lists is not None
+    batches, kv_heads = found.lists.shape[:2]
+    seen = visible_pairs(mod, spec, maps)
+    seen = seen.reshape(batches, kv_heads, -1, *seen.shape[-2:])  # the heads of each KV head
+    for b, h in np.ndindex(batches, kv_heads):
+        nonempty = of_blocks(seen[b, h : h + 1], spec).any((0, 1))
+        missing = of_blocks(~seen[b, h : h + 1], spec).any((0, 1))
+        for k, words in enumerate(found.lists[b, h]):
+            tiles = np.flatnonzero(nonempty[:, k])
+            assert (words[len(tiles) :] == 0xFFFFFFFF).all()
+            entries = words[: len(tiles)]
+            np.testing.assert_array_equal(entries & 0xFFFF, tiles)
+            later = nonempty[tiles, k + 1 :].sum(-1)
+            np.testing.assert_array_equal(entries >> 16 & 0x1FFF, later)
+            exist = (tiles + 1) * spec.Br <= spec.seqlen_q
+            exist &= (k + 1) * spec.Bc <= spec.seqlen_k
+            full = ~missing[tiles, k] & exist
+            np.testing.assert_array_equal(entries >> 29 & 1, full)
+            np.testing.assert_array_equal(entries >> 30 & 1, ~nonempty[tiles, :k].any(-1))
+            np.testing.assert_array_equal(entries >> 31, tiles == max(tiles, default=0))
+            for position in np.flatnonzero(~full) if found.pairs is not None else ():
+                stored = found.pairs[b, h, k, position]
+                _check_stored_pairs(stored, seen[b, h, 0], int(tiles[position]), k, spec)
+
+
+def _check_stored_pairs(
+    stored: np.ndarray, seen: np.ndarray, tile: int, key_block: int, spec: BlockMaskSpec
+) -> None:
+    """Fail unless the stored pairs of a tile are those that are visible."""
+    padded = np.zeros((spec.Br, spec.Bc), bool)
+    part = seen[tile * spec.Br :, key_block * spec.Bc :][: spec.Br, : spec.Bc]
+    padded[: part.shape[0], : part.shape[1]] = part
+    threads, bits = np.ogrid[:128, :32]
+    rows = threads % 4 * 2 + bits // 4 * 8 + bits % 2
+    keys = threads // 32 * 16 + threads % 32 // 4 + bits // 2 % 2 * 8
+    blocks = padded.reshape(spec.Br // 64, 64, spec.Bc // 64, 64).swapaxes(1, 2)
+    expected = blocks[:, :, rows, keys].reshape(-1, 128, 32)
+    found = np.unpackbits(stored.view(np.uint8).reshape(-1, 128, 4), axis=-1, bitorder="little")
+    np.testing.assert_array_equal(found.astype(bool), expected)
+
+
 def check_map(found: FoundMap, mod: MaskMod, spec: BlockMaskSpec, maps: tuple[int, int]) -> None:
     """Fail unless a block mask agrees with the pairs of the mask."""
     nonempty, full, tiles = found[:3]
@@ -329,6 +408,15 @@ def _expected_map(
     mod: MaskMod, spec: BlockMaskSpec, maps: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return which blocks are non-empty, and which are full, computed pair by pair."""
+    seen, inside = _pairs(mod, spec, maps)
+    some_seen = of_blocks(seen & inside, spec)
+    return some_seen, some_seen & ~of_blocks(~seen & inside, spec)
+
+
+def _pairs(
+    mod: MaskMod, spec: BlockMaskSpec, maps: tuple[int, int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return which pairs the mask shows, and which are inside of the band."""
     left, right = spec.band
     i = np.arange(spec.seqlen_q, dtype=np.int32)[:, None] + np.int32(spec.q_offset)
     j = np.arange(spec.seqlen_k, dtype=np.int32)
@@ -336,9 +424,13 @@ def _expected_map(
     inside = (distance >= -left) & (distance <= right)
     b = np.arange(maps[0], dtype=np.int32)[:, None, None, None]
     h = np.arange(maps[1], dtype=np.int32)[:, None, None]
-    seen = np.broadcast_to(mod.evaluate(b, h, i, j), (*maps, *inside.shape))
-    some_seen = of_blocks(seen & inside, spec)
-    return some_seen, some_seen & ~of_blocks(~seen & inside, spec)
+    return np.broadcast_to(mod.evaluate(b, h, i, j), (*maps, *inside.shape)), inside
+
+
+def visible_pairs(mod: MaskMod, spec: BlockMaskSpec, maps: tuple[int, int]) -> np.ndarray:
+    """Return which pairs are visible in each block mask, (batches, heads, queries, keys)."""
+    seen, inside = _pairs(mod, spec, maps)
+    return seen & inside
 
 
 def of_blocks(pairs: np.ndarray, spec: BlockMaskSpec) -> np.ndarray:

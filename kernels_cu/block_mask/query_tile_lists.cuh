@@ -1,0 +1,63 @@
+// Lists of query tiles in a block mask for the backward pass, where a CTA owns a KV tile. Built by
+// build_lists.cu.
+#pragma once
+
+#include "block_mask/block_mask.cuh"
+
+// Query tile in the list of a KV tile. The CTAs of KV tiles add to its dq in a fixed order.
+struct QueryTileEntry {
+  unsigned tile : 16;
+  unsigned order_index : 13;  // index of the CTA of the KV tile in the dq order of the query tile
+  unsigned is_full : 1;       // all pairs exist and are visible, also in the causal or window band
+  unsigned is_last_cta : 1;   // the CTA of the KV tile is the last one in the dq order
+  unsigned ends_list : 1;
+};
+
+// Word after the end of a list. No entry equals it, because a list has no 65536 query tiles.
+constexpr unsigned no_entry = 0xffffffff;
+
+// Visible pairs of a query tile and a KV tile, in the order in which consumers of the backward pass
+// hold transposed scores: one word per thread of a warpgroup and block of 64 keys x 64 rows.
+struct TransposedPairs {
+  static constexpr int threads = 128;
+  static constexpr int side = 64;
+
+  // Returns the index of a thread's word. A tile has `Bc` keys.
+  __device__ static int word(int row_block, int key_block, int thread, int Bc) {
+    return (row_block * (Bc / side) + key_block) * threads + thread;
+  }
+  // Return the first row and the first key of a thread, within the block.
+  __device__ static int first_row(int thread) { return thread % 4 * 2; }
+  __device__ static int first_key(int thread) { return thread / 32 * 16 + thread % 32 / 4; }
+  // Returns the distance from the first row to the r-th of 16 rows.
+  __device__ static int row_step(int r) { return r / 2 * 8 + r % 2; }
+  // Returns the bit of the r-th row and the n-th of 2 keys, which are 8 apart.
+  __device__ static int bit(int r, int n) { return r / 2 * 4 + 2 * n + r % 2; }
+  // Returns the bits of all rows for the n-th key.
+  __device__ static unsigned bits_of_key(int n) { return 0x33333333u << 2 * n; }
+};
+
+// Arrays of a block mask that take the place of its sorted tiles and of its slots.
+struct QueryTileLists {
+  const BlockMask& map;
+
+  // Array (batches, KV heads, key blocks, query tiles): for each key block, the query tiles that
+  // have a visible pair with it, in ascending order. Batches, and heads, with the same mask share
+  // lists.
+  __device__ unsigned* words() const {
+    return reinterpret_cast<unsigned*>(map.memory + map.tiles_offset);
+  }
+  // Returns the index in `words()` of the first entry of a key block.
+  __device__ int first_entry(int batch, int head_kv, int key_block, int heads_kv,
+                             int query_tiles) const {
+    const int heads = map.head_stride != 0 ? heads_kv : 1;
+    const int list_head =
+        (map.batch_stride != 0 ? batch * heads : 0) + (map.head_stride != 0 ? head_kv : 0);
+    return (list_head * map.key_blocks + key_block) * query_tiles;
+  }
+  // Returns the visible pairs of a partial entry, by its index in `words()`. Each entry has space
+  // for `bytes`, one bit per pair (`TransposedPairs`).
+  __device__ unsigned* pairs(int64 index, int bytes) const {
+    return reinterpret_cast<unsigned*>(map.memory + map.pairs_offset + index * bytes);
+  }
+};

@@ -1,0 +1,225 @@
+"""Gradients with mask functions on Hopper, whose kernels skip the tiles that the mask hides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from support.calls.modified_calls import DTYPES, MASK_MODS, ModifiedCall
+from support.gpu import cupy
+from support.gpu.hopper_support import marks
+from support.gradients.gradient_calls import GradientCall
+from support.gradients.gradient_rule import check_gradients
+
+import cupy_flash
+from cupy_flash import MaskMod
+from cupy_flash.calls.gpu import prepared_calls
+from cupy_flash.families.hopper import backward
+
+pytestmark = marks()
+
+BATCH, HEADS, HEADS_KV, SEQLEN_Q, SEQLEN_K = 2, 4, 2, 700, 900
+Arrays = dict[str, np.ndarray]
+
+
+def documents(rng: np.random.Generator) -> Arrays:
+    """Return document numbers; some rows and some keys are in no document."""
+    doc = np.sort(rng.integers(0, 9, (BATCH, SEQLEN_K)), axis=1).astype(np.int32)
+    other = doc.copy()
+    doc[:, 130:400], other[0, :300] = -1, -2
+    return {"of_row": doc, "of_key": other}
+
+
+MASKS: dict[str, tuple[Callable[..., Any], Callable[[np.random.Generator], Arrays]]] = {
+    "documents": (lambda b, i, j, of_row, of_key: of_row[b, i] == of_key[b, j], documents),
+    "window": (lambda i, j: np.abs(i - j) < 130, lambda rng: {}),
+    "heads": (lambda h, i, j: np.abs(i - j + 150 * h) < 90, lambda rng: {}),
+    "pairs": (
+        lambda i, j, seen: seen[i, j],
+        lambda rng: {"seen": rng.random((SEQLEN_K, SEQLEN_K)) < 0.2},
+    ),
+    "few pairs": (lambda i, j: (i * 7919 + j * 104729) % 9973 == 0, lambda rng: {}),
+    "blocks": (lambda i, j: (i // 256 + j // 256) % 2 == 1, lambda rng: {}),
+    "nothing": (lambda i, j: i < 0, lambda rng: {}),
+    "one query tile": (lambda i, j: (i >= 300) & (i < 310), lambda rng: {}),
+    "one KV tile": (lambda i, j: (j >= 300) & (j < 310), lambda rng: {}),
+}
+DIMS = [(64, 64), (128, 128), (128, 64), (96, 96), (192, 128), (256, 256)]
+
+
+def make_call(
+    monkeypatch: pytest.MonkeyPatch,
+    rng: np.random.Generator,
+    name: str,
+    dims: tuple[int, int] = (64, 64),
+    *,
+    dtype: str = "bfloat16",
+    heads: tuple[int, int] = (HEADS, HEADS_KV),
+    **options: Any,
+) -> GradientCall:
+    function, captures = MASKS[name]
+    monkeypatch.setitem(MASK_MODS, "of this test", function)
+    # A call with the same key must not use a kernel of another test.
+    monkeypatch.setattr(prepared_calls, "_calls", {})
+
+    def values(rows: int, count: int, dim: int) -> np.ndarray:
+        return rng.standard_normal((BATCH, rows, count, dim)).astype(DTYPES[dtype])
+
+    dim, dim_v = dims
+    arrays = {
+        "q": values(SEQLEN_Q, heads[0], dim),
+        "k": values(SEQLEN_K, heads[1], dim),
+        "v": values(SEQLEN_K, heads[1], dim_v),
+    }
+    mods = {"mask_mod": ("of this test", captures(rng))}
+    given = {"causal": False} | options
+    score_mod = given.pop("score_mod", None)
+    if score_mod is not None:
+        mods["score_mod"] = score_mod
+    for name_of_array in ("prefix_lens", "sinks", "alibi_slopes", "bias"):
+        if name_of_array in given:
+            arrays[name_of_array] = given.pop(name_of_array)
+    forward = ModifiedCall("dense", dtype, arrays, given, mods)
+    return GradientCall(forward, values(SEQLEN_Q, heads[0], dim_v))
+
+
+def check(call: GradientCall) -> dict[str, np.ndarray]:
+    """Check gradients of the Hopper family, and that each run gives the same bits."""
+    found = call.run(cupy, family="hopper")
+    check_gradients(call, found)
+    for _ in range(3):
+        again = call.run(cupy, family="hopper")
+        for name, gradient in found.items():
+            np.testing.assert_array_equal(gradient.view(np.uint8), again[name].view(np.uint8))
+    return found
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("name", MASKS)
+def test_every_mask_gives_the_gradients(name, dims, causal, monkeypatch, rng) -> None:
+    check(make_call(monkeypatch, rng, name, dims, causal=causal))
+
+
+@pytest.mark.parametrize("limit", ["_PAIR_BYTES", "_LIST_BYTES"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
+@pytest.mark.parametrize("name", ["documents", "heads", "window"])
+def test_without_stored_pairs_or_lists_kernels_evaluate_the_mask(
+    name, dims, limit, monkeypatch, rng
+) -> None:
+    monkeypatch.setattr(backward, limit, 0)
+    check(make_call(monkeypatch, rng, name, dims, causal=True))
+
+
+@pytest.mark.parametrize("name", ["documents", "heads"])
+@pytest.mark.parametrize("heads", [(3, 3), (6, 1)])
+def test_heads_may_share_lists_or_have_their_own(name, heads, monkeypatch, rng) -> None:
+    check(make_call(monkeypatch, rng, name, (128, 128), heads=heads))
+
+
+@pytest.mark.parametrize("columns", [16, 32, 128])
+def test_scores_may_be_computed_for_any_number_of_rows(columns, monkeypatch, rng) -> None:
+    call = make_call(monkeypatch, rng, "documents")
+    tile = {"Br": 128, "Bc": 128, "columns": columns, "q_stages": 2, "dout_stages": 1}
+    check_gradients(call, call.run(cupy, family="hopper", tile=tile))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window_size": (200, 100)},
+        {"window_size": (200, 0), "causal": True},
+        {"softcap": 20.0},
+        {"score_mod": ("quadratic", {"weight": 0.01})},
+        {"sinks": np.array([0.5, -1, 2, 0], np.float32)},
+        {"causal": True, "prefix_lens": np.array([300, 10], np.int32)},
+        {"q_offset": -100, "causal": True},
+    ],
+    ids=lambda options: "+".join(options),
+)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
+def test_other_modifications_combine_with_lists(options, dims, monkeypatch, rng) -> None:
+    check(make_call(monkeypatch, rng, "documents", dims, **options))
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
+@pytest.mark.parametrize("wrt", [("q",), ("k",), ("v",), ("q", "v")])
+def test_some_gradients_alone(wrt, dims, monkeypatch, rng) -> None:
+    call = make_call(monkeypatch, rng, "documents", dims)
+    call.wrt = wrt
+    check(call)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
+def test_gradients_in_float32(dims, monkeypatch, rng) -> None:
+    call = make_call(monkeypatch, rng, "documents", dims)
+    call.grad_dtype = "float32"
+    check(call)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
+def test_nan_in_hidden_rows_and_keys_reaches_nothing(dims, monkeypatch, rng) -> None:
+    call = make_call(monkeypatch, rng, "documents", dims)
+    expected = call.run(cupy, family="hopper")
+    arrays, captures = call.forward.arrays, call.forward.mods["mask_mod"][1]
+    for b in range(BATCH):
+        rows, keys = (captures[name][b] for name in ("of_row", "of_key"))
+        hidden = ~np.isin(rows[:SEQLEN_Q], keys)
+        arrays["q"][b, hidden] = call.dout[b, hidden] = np.nan
+        arrays["k"][b, ~np.isin(keys, rows[:SEQLEN_Q])] = np.nan
+    # The reference's results of hidden rows must not be NaN, so the first results are kept.
+    found = call.run(cupy, family="hopper")
+    for name, gradient in found.items():
+        np.testing.assert_array_equal(gradient, expected[name])
+
+
+def test_rows_without_keys_have_no_gradient_whatever_their_lse_is(monkeypatch, rng) -> None:
+    """The lse may cover more keys than this call has, if results of several calls are merged."""
+    call = make_call(monkeypatch, rng, "documents", (128, 128))
+    (dout, q, k, v, out, lse), named = call.given(cupy)
+    hidden = cupy.isneginf(lse)
+    assert hidden.any()
+    arrays = {f"d{name}": cupy.full(x.shape, np.nan, q.dtype) for name, x in (("q", q), ("k", k))}
+    more = cupy.where(hidden, cupy.float32(1.5), lse)
+    dq, dk, _ = cupy_flash.flash_attention_backward(
+        dout, q, k, v, out, more, **named, **arrays, family="hopper"
+    )
+    assert not dq[hidden.swapaxes(1, 2)].any()
+    assert not cupy.isnan(dk).any()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_window_by_a_function_equals_the_window(head_dim, causal, rng) -> None:
+    shape, width = (1, 3000, 2, head_dim), 300
+    q, k, v, dout = (cupy.asarray(rng.standard_normal(shape).astype(np.float16)) for _ in range(4))
+    left_right = (width, 0 if causal else width)
+    out, lse = cupy_flash.flash_attention(q, k, v, window_size=left_right, return_lse=True)
+    given = (dout, q, k, v, out, lse)
+    expected = cupy_flash.flash_attention_backward(*given, window_size=left_right)
+    mod = MaskMod(lambda i, j: np.abs(i - j) <= width)
+    found = cupy_flash.flash_attention_backward(
+        *given, mask_mod=mod, causal=causal, family="hopper"
+    )
+    for x, y in zip(found, expected, strict=True):
+        cupy.testing.assert_allclose(x, y, atol=2e-3, rtol=2e-3)
+
+
+def test_refresh_builds_new_lists(rng) -> None:
+    shape = (1, 1000, 2, 64)
+    q, k, v, dout = (cupy.asarray(rng.standard_normal(shape).astype(np.float16)) for _ in range(4))
+    ids = cupy.asarray(np.sort(rng.integers(0, 6, 1000)).astype(np.int32))
+    mod = MaskMod(lambda i, j, doc: doc[i] == doc[j], doc=ids)
+
+    def gradients(mask: MaskMod) -> list[Any]:
+        out, lse = cupy_flash.flash_attention(q, k, v, mask_mod=mask, return_lse=True)
+        return list(cupy_flash.flash_attention_backward(dout, q, k, v, out, lse, mask_mod=mask))
+
+    gradients(mod)
+    ids[:] = ids[::-1] // 2
+    mod.refresh()
+    other = MaskMod(lambda i, j, doc: doc[i] == doc[j], doc=ids.copy())
+    for found, expected in zip(gradients(mod), gradients(other), strict=True):
+        cupy.testing.assert_array_equal(found, expected)

@@ -223,11 +223,11 @@ struct HopperGradientCta {
 
   // Returns the CTA's index in the dq order of a query tile.
   __device__ int order_index(int tile) const {
-    return descends() ? coord.begin / Bc : order.order_index(tile);
+    return order.order_index(tile, descends());
   }
   // Returns whether the CTA is the last one in the dq order of a query tile.
   __device__ bool is_last_cta(int tile) const {
-    return descends() ? order.order_index(tile) == 0 : order.is_last_cta(tile);
+    return order.is_last_cta(tile, descends());
   }
 
   // Returns whether a step needs the mask. Missing keys are zeros, so their scores are 0, and their

@@ -44,22 +44,6 @@ __device__ inline void mbarrier_arrive_at_cta(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// cp.async.bulk.tensor.4d.multicast: like `cp_async_bulk_tensor_4d`, but loads the box into the
-// shared memory of each CTA whose bit is set in `ranks`, and completes its bytes on the barrier at
-// the same address in that CTA.
-__device__ inline void cp_async_bulk_tensor_4d_multicast(unsigned shared, const TensorMap* map,
-                                                         int c0, int c1, int c2, int c3,
-                                                         unsigned barrier, int ranks,
-                                                         unsigned long long policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster.L2::cache_hint "
-      "[%0], [%1, {%2, %3, %4, %5}], [%6], %7, %8;" ::"r"(shared),
-      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier),
-      "h"(static_cast<unsigned short>(ranks)), "l"(policy)
-      : "memory");
-}
-
 // mbarrier.try_wait.parity.acquire.cluster: waits until the phase of that parity completes. Data
 // that other CTAs of the cluster stored during the phase is then visible.
 __device__ inline void mbarrier_wait_for_cluster(unsigned barrier, int parity) {

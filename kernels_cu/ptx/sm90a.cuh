@@ -107,14 +107,6 @@ __device__ inline void cp_async_bulk_tensor_4d(unsigned shared, const TensorMap*
       : "memory");
 }
 
-// cp.async.bulk.prefetch.tensor.4d: loads the box at these coordinates into L2.
-__device__ inline void cp_async_bulk_prefetch_tensor_4d(const TensorMap* map, int c0, int c1,
-                                                        int c2, int c3) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map),
-               "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-               : "memory");
-}
-
 // cp.async.bulk: copies `bytes` contiguous bytes from global to shared memory and completes them on
 // `barrier`. Both addresses and the size are multiples of 16.
 __device__ inline void cp_async_bulk(unsigned shared, const void* source, int bytes,

@@ -4,7 +4,6 @@
 #pragma once
 
 #include "ptx/base.cuh"
-#include "tile/element.cuh"
 
 template <int row_tiles, int column_tiles>
 __device__ void clear(float (&fragments)[row_tiles][column_tiles][4]) {
@@ -60,17 +59,6 @@ __device__ void fill_row_before(float* row, int first, float value) {
       if (8 * j + c < first) row[4 * j + c] = value;
     }
   }
-}
-
-// Exchanges columns of 16-bit elements with the neighbouring lane. Before, each lane holds two
-// columns in each of two groups of eight columns. Afterwards, it holds four consecutive columns of
-// one group: even lanes of the first group, odd lanes of the second.
-template <class Element>
-__device__ Vector<Element, 4> exchange_columns(unsigned first, unsigned second) {
-  const bool is_odd = threadIdx.x % 2;
-  const unsigned received = __shfl_xor_sync(~0u, is_odd ? first : second, 1);
-  const unsigned pairs[2] = {is_odd ? received : first, is_odd ? second : received};
-  return reinterpret_cast<const Vector<Element, 4>&>(pairs);
 }
 
 // Writes the lane's part of a row of `Dim` columns; row[4 j + c] goes to column(j, c).

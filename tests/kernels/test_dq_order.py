@@ -30,27 +30,34 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> HostProgram:
 
 
 def order_of(masks: list[Mask], program: HostProgram) -> list[np.ndarray]:
-    """Return rows of (KV tile, query tile, index in the dq order, is last) for each mask."""
+    """Return rows for each mask: KV tile, query tile, index in the dq order, is last, and the last
+    two again for query tiles in descending order."""
     lines = (
         f"{int(m.causal)} {m.seqlen_q} {m.seqlen_k} {m.q_offset} {bounds_of(m)}" for m in masks
     )
-    found = program.rows(lines, 4)
+    found = program.rows(lines, 6)
     assert len(found) == len(masks)
     return found
 
 
 @pytest.mark.slow
-def test_the_dq_order_of_a_tile_has_no_gaps_and_one_last_thread_block(program: HostProgram) -> None:
+@pytest.mark.parametrize("descends", [False, True])
+def test_the_dq_order_of_a_tile_has_no_gaps_and_one_last_thread_block(
+    program: HostProgram, descends: bool
+) -> None:
     rng = np.random.default_rng(17)
     masks = [random_mask(rng) for _ in range(2000)]
+    if descends:
+        masks = [mask._replace(left=None) for mask in masks]
     for mask, entries in zip(masks, order_of(masks, program), strict=True):
         by_tile = defaultdict(list)
-        for keys, queries, index, is_last in entries.tolist():
-            by_tile[queries].append((index, is_last, -keys))
+        for keys, queries, *both in entries.tolist():
+            index, is_last = both[2:] if descends else both[:2]
+            by_tile[queries].append((index, is_last, keys if descends else -keys))
         for indices in by_tile.values():
             indices.sort()
             # Indices have no gaps, so no block waits forever. A block waits only for blocks of
-            # later keys, which start first.
+            # later keys or, in descending order, of earlier keys, which start first.
             assert [index for index, _, _ in indices] == list(range(len(indices))), mask
             flags = [bool(last) for _, last, _ in indices]
             assert flags == [False] * (len(indices) - 1) + [True], mask
@@ -61,7 +68,7 @@ def test_every_visible_pair_is_in_the_dq_order(program: HostProgram) -> None:
     rng = np.random.default_rng(18)
     masks = [random_mask(rng) for _ in range(200)]
     for mask, entries in zip(masks, order_of(masks, program), strict=True):
-        processed = {(queries, keys) for keys, queries, _, _ in entries.tolist()}
+        processed = {(queries, keys) for keys, queries, *_ in entries.tolist()}
         visible = {
             (row // BR, key // BC)
             for row in range(mask.seqlen_q)

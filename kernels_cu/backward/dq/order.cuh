@@ -38,13 +38,20 @@ struct DqOrder {
   }
 
   // Returns the CTA's index in the dq order of a query tile. KV tiles to which the query tile does
-  // not attend are not counted.
-  __device__ int order_index(int tile) const {
-    const int end = mask.visible_end(min((tile + 1) * Br, rows) - 1);
-    return ceil_div(end, Bc) - 1 - begin / Bc;
+  // not attend are not counted. If `descends`, masks must have no left bound.
+  __device__ int order_index(int tile, bool descends) const {
+    return descends ? begin / Bc : kv_tiles_after(tile);
   }
   // Returns whether the CTA is the last one in the dq order of a query tile.
-  __device__ bool is_last_cta(int tile) const {
+  __device__ bool is_last_cta(int tile, bool descends) const {
+    if (descends) return kv_tiles_after(tile) == 0;
     return begin / Bc == mask.visible_begin(tile * Br) / Bc;
+  }
+
+ private:
+  // Returns the number of KV tiles after the CTA's to which the query tile attends.
+  __device__ int kv_tiles_after(int tile) const {
+    const int end = mask.visible_end(min((tile + 1) * Br, rows) - 1);
+    return ceil_div(end, Bc) - 1 - begin / Bc;
   }
 };

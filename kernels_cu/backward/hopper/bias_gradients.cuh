@@ -21,6 +21,7 @@
 // length, which are added with compensation in the workspace (`HopperBiasRuns`).
 #pragma once
 
+#include "backward/hopper/column_exchange.cuh"
 #include "backward/hopper/cta.cuh"
 #include "backward/hopper/products.cuh"
 #include "backward/inputs/bias_tiles.cuh"
@@ -31,6 +32,7 @@
 #include "ptx/cluster.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/sm90a.cuh"
+#include "ptx/tensor_multicast.cuh"
 #include "ptx/wgmma.cuh"
 #include "score/capture.cuh"
 #include "tile/access.cuh"

@@ -229,11 +229,11 @@ struct HopperGradientCta {
 
   // Returns the CTA's index in the dq order of a step's query tile.
   __device__ int order_index(const Step& step) const {
-    return descends() ? coord.begin / Bc : order.order_index(step.tile);
+    return order.order_index(step.tile, descends());
   }
   // Returns whether the CTA is the last one in the dq order of a step's query tile.
   __device__ bool is_last_cta(const Step& step) const {
-    return descends() ? order.order_index(step.tile) == 0 : order.is_last_cta(step.tile);
+    return order.is_last_cta(step.tile, descends());
   }
 
   // Returns whether a step needs the mask. Missing keys are zeros, so their scores are 0, and their

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "backward/preprocess/clean.cuh"
+#include "backward/hopper/column_exchange.cuh"
 #include "backward/hopper/listed_tiles.cuh"
 #include "backward/softmax_backward.cuh"
 #include "ptx/registers.cuh"

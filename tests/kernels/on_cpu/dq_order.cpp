@@ -1,7 +1,8 @@
 // Prints the results of `order.cuh`. Standard input has one line of numbers for each mask:
 // causal, seqlen_q, seqlen_k, q_offset, left and right bound of a window (-1 for no bound) and
-// prefix. The output is one line for each mask, with four numbers for each pair of a KV tile and a
-// query tile: the KV tile, the query tile, the index in the dq order, and 1 if it is the last.
+// prefix. The output is one line for each mask, with six numbers for each pair of a KV tile and a
+// query tile: the KV tile, the query tile, the index in the dq order, 1 if it is the last, and these
+// two numbers again for query tiles in descending order.
 #include <cstdio>
 
 #include "cuda_on_cpu.h"
@@ -18,8 +19,11 @@ struct Print {
     for (int begin = 0; begin < mask.seqlen_k; begin += Bc) {
       const DqOrder<Br, Bc, Config> order(mask, begin, n[0]);
       for (int tile = order.first_tile; tile < order.end_tile; ++tile) {
-        std::printf("%d %d %d %d ", begin / Bc, tile, order.order_index(tile),
-                    order.is_last_cta(tile));
+        std::printf("%d %d ", begin / Bc, tile);
+        for (const bool descends : {false, true}) {
+          std::printf("%d %d ", order.order_index(tile, descends),
+                      order.is_last_cta(tile, descends));
+        }
       }
     }
     std::printf("\n");

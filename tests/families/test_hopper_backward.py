@@ -355,6 +355,20 @@ def test_stored_pairs_and_steps_take_shared_memory(head_dim: int) -> None:
     assert more == stages * (tile.Br * tile.Bc // 8 + step) + arrived
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_lists_have_neither_descending_thread_blocks_nor_chunks(head_dim: int) -> None:
+    of = masked(problem(head_dim, batch=1, causal=True, seqlen=8192, heads=32, heads_kv=2))
+    schedule = schedule_of(of)
+    config = hopper.config(of, hopper.default_tile(of, h100), schedule.split)
+    (blocks,) = (x.grid[0] for x in schedule.launches if x.entry == "key_gradients")
+    assert not config["may_descend"]
+    assert schedule.params["ascending_blocks"] == blocks
+    assert (schedule.params["head_chunks"], schedule.params["tile_chunks"]) == (1, 1)
+    too_long = masked(problem(head_dim, batch=1, causal=True, seqlen=2**20))
+    tile = hopper.default_tile(too_long, h100)
+    assert hopper.config(too_long, tile, schedule_of(too_long).split)["may_descend"]
+
+
 def test_more_heads_with_lists_are_interleaved() -> None:
     of = problem(seqlen=8192)
     assert schedule_of(masked(of)).section_heads > 3 * schedule_of(of).section_heads

@@ -61,11 +61,11 @@ UNITS: list[tuple[str, str, str, int, int, dict[str, Any]]] = [
     ("mma", "sm_80", "bfloat16", 64, 72, OFFSETS),
     ("simt", "sm_75", "float32", 64, 0, OFFSETS),
     ("hopper", "sm_90", "bfloat16", 256, 120, {"seqlens_k": LENGTHS}),
-    ("hopper", "sm_90", "bfloat16", 64, 72, {"mask_mod": DOCUMENTS}),
-    ("hopper", "sm_90", "bfloat16", 128, 140, {"mask_mod": DOCUMENTS, "causal": True}),
-    ("hopper", "sm_90", "bfloat16", 256, 40, {"mask_mod": DOCUMENTS}),
-    ("hopper", "sm_90", "bfloat16", 128, 440, {"mask_mod": BY_HEAD}),
-    ("hopper", "sm_90", "bfloat16", 128, 360, {"mask_mod": DOCUMENTS, "softcap": 20.0}),
+    ("hopper", "sm_90", "bfloat16", 64, 0, {"mask_mod": DOCUMENTS}),
+    ("hopper", "sm_90", "bfloat16", 128, 16, {"mask_mod": DOCUMENTS, "causal": True}),
+    ("hopper", "sm_90", "bfloat16", 256, 32, {"mask_mod": DOCUMENTS}),
+    ("hopper", "sm_90", "bfloat16", 128, 124, {"mask_mod": BY_HEAD}),
+    ("hopper", "sm_90", "bfloat16", 128, 92, {"mask_mod": DOCUMENTS, "softcap": 20.0}),
     ("mma", "sm_86", "float16", 64, 0, {"wrt": ("q", "bias"), "bias": BIAS}),
     *(
         ("hopper", "sm_90", dtype, head_dim, spilled, {"wrt": ("bias",), "bias": bias} | options)

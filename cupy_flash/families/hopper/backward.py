@@ -54,7 +54,7 @@ _STATE_REGISTERS = 24
 # Number of barriers in addition to those of the ring stages.
 _OTHER_BARRIERS = 13
 # Size in bytes of `HopperGradientBlockInfo`: a thread block's keys and its range of query tiles.
-_BLOCK_INFO_BYTES = 96
+_BLOCK_INFO_BYTES = 112
 # Size in bytes of the statistics of a query row: its log-sum-exp and delta.
 _ROW_STATS_BYTES = 8
 # Size in bytes of the step of a query tile in a list.

@@ -166,7 +166,7 @@ struct HopperGradientCta {
   static constexpr int arrived_barriers = Config::q_stages + Config::dout_stages;
   static constexpr int barriers =
       ring_barriers + other_barriers + (inspects ? arrived_barriers : 0);
-  static constexpr int block_info_offset = barrier_offset + barriers * 8, block_info_bytes = 96;
+  static constexpr int block_info_offset = barrier_offset + barriers * 8, block_info_bytes = 112;
   static_assert(sizeof(HopperGradientBlockInfo<Config>) <= block_info_bytes,
                 "fits in block_info_bytes");
   static_assert(block_info_offset + block_info_bytes == Config::shared_memory,

@@ -63,6 +63,7 @@ UNITS: list[tuple[str, str, str, int, int, dict[str, Any]]] = [
     ("hopper", "sm_90", "bfloat16", 256, 120, {"seqlens_k": LENGTHS}),
     ("hopper", "sm_90", "bfloat16", 64, 0, {"mask_mod": DOCUMENTS}),
     ("hopper", "sm_90", "bfloat16", 128, 16, {"mask_mod": DOCUMENTS, "causal": True}),
+    ("hopper", "sm_90", "bfloat16", 128, 28, {"mask_mod": DOCUMENTS, "window_size": (99, 40)}),
     ("hopper", "sm_90", "bfloat16", 256, 32, {"mask_mod": DOCUMENTS}),
     ("hopper", "sm_90", "bfloat16", 128, 124, {"mask_mod": BY_HEAD}),
     ("hopper", "sm_90", "bfloat16", 128, 92, {"mask_mod": DOCUMENTS, "softcap": 20.0}),

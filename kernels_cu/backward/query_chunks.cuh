@@ -26,13 +26,29 @@ __device__ int first_head_of_chunk(const GradientParams& p, const GradientTileCo
   return coord.head * group + coord.head_chunk * heads_of_chunk<Config>(p);
 }
 
-// Returns the boundary of the query tiles [begin, end) of a chunk: the first tile of the chunk, or
-// that of the next one if `next` is 1.
-template <class Config>
-__device__ int chunk_boundary(const GradientParams& p, const GradientTileCoord& coord, int begin,
-                              int end, int next) {
-  if constexpr (!Config::splits_queries) return next ? end : begin;
-  return begin + (end - begin) * (coord.tile_chunk + next) / p.tile_chunks;
+// Range of query tiles.
+struct ChunkTiles {
+  int begin;
+  int end;
+};
+
+// Returns the query tiles of a chunk among [begin, end), those that attend to the CTA's KV tile. The
+// first chunk has the query tiles that CTAs process first: the last ones if `FromLast`.
+//
+// In the dq order of a query tile, a CTA's predecessor has a KV tile whose range begins and ends
+// later (or earlier, if `FromLast`). It thus reaches the query tile in the same chunk or in an
+// earlier one, whose CTAs have smaller blockIdx.
+template <class Config, bool FromLast>
+__device__ ChunkTiles tiles_of_chunk(const GradientParams& p, const GradientTileCoord& coord,
+                                     int begin, int end) {
+  if constexpr (!Config::splits_queries) return {begin, end};
+  // 64 bits, because the product of the numbers of tiles and of chunks may exceed 32.
+  const auto before = [&](int chunk) {
+    return int(int64(end - begin) * chunk / p.tile_chunks);
+  };
+  const int first = before(coord.tile_chunk), next = before(coord.tile_chunk + 1);
+  if (FromLast) return {end - next, end - first};
+  return {begin + first, begin + next};
 }
 
 #if __CUDA_ARCH__ >= 800

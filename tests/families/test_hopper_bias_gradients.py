@@ -48,6 +48,14 @@ def parts_of(made: Plan) -> int:
     return int(made.schedule.params["dbias"][-1])
 
 
+@pytest.mark.parametrize("head_dim", [24, 72, 80, 96, 128, 192])
+def test_the_kernel_reads_boxes_of_64_columns(head_dim: int) -> None:
+    made = plan(head_dim=head_dim)
+    assert launch_of(made).function == HOPPER
+    maps = made.schedule.tensor_maps
+    assert {maps[name].box[0] for name in ("q", "k", "v", "dout")} == {64}
+
+
 @pytest.mark.parametrize("kept", list(np.ndindex(2, 2, 2, 2)))
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_kernel_serves_every_broadcast(kept: tuple[int, ...], causal: bool) -> None:

@@ -389,7 +389,8 @@ def _padded_dims(problem: Problem) -> tuple[int, int]:
     For wide heads, each consumer computes at least one box of columns of dq.
     """
     dims = problem.head_dim, problem.head_dim_v
-    may_halve = max(dims) <= _WIDEST_OF_HALF_BOXES
+    # The kernel of bias gradients reads the same tensor maps, by whole boxes.
+    may_halve = max(dims) <= _WIDEST_OF_HALF_BOXES and not bias_gradients.serves(problem)
     dim, dim_v = (
         round_up(n, _BOX_COLUMNS // 2 if may_halve and n > _BOX_COLUMNS else _BOX_COLUMNS)
         for n in dims

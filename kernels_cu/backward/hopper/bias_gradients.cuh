@@ -73,6 +73,8 @@ struct HopperBiasCta {
   static constexpr int barriers = 2 * slots + 2 * consumers;
   static constexpr int sizes_offset = barrier_offset + 8 * barriers, sizes_bytes = 64;
   static_assert(sizeof(BiasWorkSizes) <= sizes_bytes, "fits in sizes_bytes");
+  static_assert(Config::padded_dim % 64 == 0 && Config::padded_dim_v % 64 == 0,
+                "the tensor maps have boxes of 64 columns");
   static_assert(sizes_offset + sizes_bytes == Config::bias_memory, "as the host planned");
   static constexpr int block_rows = size * ranks;  // rows of a cluster's tile
 

@@ -83,9 +83,10 @@ struct HopperGradientBlockInfo {
         sequence(sequence),
         mask(mask_of<Config>(p, sequence, coord.batch)),
         order(mask, coord.begin, sequence.seqlen_q) {
-    const int begin = order.first_tile, end = order.end_tile;
-    order.first_tile = chunk_boundary<Config>(p, coord, begin, end, 0);
-    order.end_tile = chunk_boundary<Config>(p, coord, begin, end, 1);
+    const ChunkTiles tiles =
+        tiles_of_chunk<Config, false>(p, coord, order.first_tile, order.end_tile);
+    order.first_tile = tiles.begin;
+    order.end_tile = tiles.end;
   }
 };
 

@@ -125,10 +125,10 @@ struct MmaGradientCta {
   const QueryTileRange tiles;
   int full_end;
 
-  __device__ QueryTileRange tiles_of_chunk(QueryTileRange range) const {
-    const int begin = range.begin, end = range.end;
-    range.begin = chunk_boundary<Config>(p, coord, begin, end, 0);
-    range.end = chunk_boundary<Config>(p, coord, begin, end, 1);
+  __device__ QueryTileRange tiles_of(QueryTileRange range) const {
+    const ChunkTiles tiles = tiles_of_chunk<Config, true>(p, coord, range.begin, range.end);
+    range.begin = tiles.begin;
+    range.end = tiles.end;
     return range;
   }
 
@@ -141,7 +141,7 @@ struct MmaGradientCta {
         memory(memory),
         shared(ptx::shared_address(memory)),
         scale_log2(signed_scale<Config, double>(p) * SoftmaxMath<double>::log2_e),
-        tiles(tiles_of_chunk(query_tile_range<Br>(
+        tiles(tiles_of(query_tile_range<Br>(
             mask, coord.begin, min(coord.begin + Bc, sequence.seqlen_k), sequence.seqlen_q))),
         full_end(tiles.full_end) {
     // Modifications must not be evaluated for missing rows, so a partial last tile needs the mask.

@@ -1,0 +1,76 @@
+// Prints what the CTAs of a gradient kernel process. Standard input has one line of numbers for each
+// call: causal, 1 for `hopper` or 0 for `mma`, batch, heads_q, heads_kv, seqlen_q, seqlen_k,
+// q_offset, section_heads, head_chunks, tile_chunks, ascending_blocks, number of CTAs, left and right
+// bound of a window (-1 for no bound) and prefix. The output is one line for each call, with nine
+// numbers for each CTA: batch, KV head, KV tile, number of the chunk, first query head and their end,
+// first query tile and their end, and 1 if query tiles are processed in descending order.
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+
+#include "cuda_on_cpu.h"
+#include "mask_configs.h"
+
+// Functions that the included headers name, but that are not called.
+inline unsigned __cvta_generic_to_shared(const void*) { return 0; }
+inline float __uint_as_float(unsigned) { return 0; }
+inline unsigned __float_as_uint(float) { return 0; }
+inline float __int_as_float(int) { return 0; }
+inline double __longlong_as_double(long long) { return 0; }
+inline float __fmul_rn(float, float) { return 0; }
+inline double __dmul_rn(double, double) { return 0; }
+using std::exp2, std::exp2f, std::log2, std::log2f;
+
+#include "backward/dq/order.cuh"
+#include "backward/query_chunks.cuh"
+#include "backward/tile_coord.cuh"
+
+constexpr int Br = 64;
+constexpr int Bc_of_all = 128;
+
+template <class MaskConfig>
+struct OrderConfig : MaskConfig {
+  static constexpr int Bc = Bc_of_all;
+  static constexpr bool has_seqlens = false;
+  static constexpr bool splits_queries = true;
+  static constexpr bool may_descend = MaskConfig::causal && !MaskConfig::window_left;
+};
+
+template <class MaskConfig>
+struct Print {
+  using Config = OrderConfig<MaskConfig>;
+
+  static void of(const std::vector<int>& n) {
+    const bool is_hopper = n[0];
+    GradientParams p = {};
+    p.batch = n[1];
+    p.heads_q = n[2];
+    p.heads_kv = n[3];
+    p.seqlen_q = n[4];
+    p.seqlen_k = n[5];
+    p.section_heads = n[7];
+    p.head_chunks = n[8];
+    p.tile_chunks = n[9];
+    p.ascending_blocks = is_hopper ? n[10] : n[11];
+    const Mask<Config> mask(n[5], n[6], band<Config>(n));
+    for (int block = 0; block < n[11]; ++block) {
+      blockIdx.x = block;
+      const GradientTileCoord coord =
+          is_hopper ? gradient_tile_coord<Config, Config::Bc, true, true>(p, block)
+                    : gradient_tile_coord<Config, Config::Bc, true, false>(p, block);
+      const DqOrder<Br, Config::Bc, Config> order(mask, coord.begin, p.seqlen_q);
+      const ChunkTiles tiles =
+          is_hopper
+              ? tiles_of_chunk<Config, false>(p, coord, order.first_tile, order.end_tile)
+              : tiles_of_chunk<Config, true>(p, coord, order.first_tile, order.end_tile);
+      const int first_head = first_head_of_chunk<Config>(p, coord);
+      std::printf("%d %d %d %d %d %d %d %d %d ", coord.batch, coord.head, coord.begin / Config::Bc,
+                  coord.head_chunk * p.tile_chunks + coord.tile_chunk, first_head,
+                  first_head + heads_of_chunk<Config>(p), tiles.begin, tiles.end,
+                  !is_hopper || descends(p));
+    }
+    std::printf("\n");
+  }
+};
+
+int main() { print_each<Print>(15); }

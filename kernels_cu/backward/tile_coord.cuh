@@ -56,11 +56,14 @@ __device__ inline bool descends(const GradientParams& p) {
 // With `Config::may_descend`, CTAs from `p.ascending_blocks` on belong to one last section, whose
 // tiles are in order even if `FromLast`: at the end of the kernel, the longest tiles of a causal mask
 // should not start last (dq/order.cuh).
-template <class Config, int Rows, bool OfKv, bool FromLast>
+//
+// Without `Chunks`, a KV tile has one CTA in any case.
+template <class Config, int Rows, bool OfKv, bool FromLast,
+          bool Chunks = OfKv && Config::splits_queries>
 __device__ GradientTileCoord gradient_tile_coord(const GradientParams& p, int block) {
   const GradientTiling<OfKv> tiling(p);
   int heads = tiling.heads;
-  if constexpr (OfKv && Config::splits_queries) heads *= p.head_chunks * p.tile_chunks;
+  if constexpr (Chunks) heads *= p.head_chunks * p.tile_chunks;
   const int longest = ceil_div(tiling.longest, Rows);
   int tiles = longest, section_heads = tiling.section_heads;
   PackedRange tile_slots = {};
@@ -88,7 +91,7 @@ __device__ GradientTileCoord gradient_tile_coord(const GradientParams& p, int bl
   const int index = block - first_head * tiles;
   const int tile = index / section_size;
   int head = first_head + index % section_size, chunk = 0, chunks_of_tiles = 1;
-  if constexpr (OfKv && Config::splits_queries) {
+  if constexpr (Chunks) {
     const int groups = is_packed ? tiling.heads : p.batch * tiling.heads;
     chunk = head / groups;
     chunks_of_tiles = p.tile_chunks;

@@ -391,7 +391,8 @@ struct TilePreswizzler {
 
   __device__ void write_kv_tile(const GradientParams& p, int block) const {
     constexpr int Bc = Config::Bc;
-    const GradientTileCoord coord = gradient_tile_coord<Config, Bc, true, false>(p, block);
+    const GradientTileCoord coord =
+        gradient_tile_coord<Config, Bc, true, false, false>(p, block);
     const Sequence sequence = sequence_of<Config>(p, coord.batch);
     if (coord.begin >= sequence.seqlen_k) return;
     using Tile = typename Preswizzled::KvTile;

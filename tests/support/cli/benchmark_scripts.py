@@ -13,7 +13,7 @@ IN_CHECKOUT = (CHECKOUT / "benchmarks").is_dir()
 
 
 def script(name: str) -> ModuleType:
-    """Return a script of the folder benchmarks/, which can import the other scripts beside it."""
+    """Return a script of the folder benchmarks/. It can import the other scripts there."""
     path = CHECKOUT / "benchmarks" / name
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))

@@ -1,1 +1,1 @@
-"""Ranks that share out the work of a call, for tests of `cupy_flash.parallel`."""
+"""Ranks that divide the work of a call, for tests of `cupy_flash.parallel`."""

@@ -172,7 +172,7 @@ def prepare(arguments: GradientArguments, options: Options, context: Context) ->
         scratch=memory_allocator(plan.workspace, uses_torch=context.uses_torch),
         uses_torch=context.uses_torch,
         workspace_offsets=tuple(offsets.values()),
-        launches=loaded_launches(plan, options, mod_arrays, {}, sources, names),
+        launches=loaded_launches(plan, options, mod_arrays, fixed, sources, names),
         cleared=tuple(
             index
             for index, name in enumerate(options.wrt)

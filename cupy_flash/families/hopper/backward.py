@@ -45,9 +45,8 @@ _WIDEST_WHOLE = 128
 # Number of registers of a producer thread and of a consumer thread. Together, the warpgroups take
 # what the launch allocates, 168 for each of 384 threads.
 _REGISTERS = (24, 240)
-# The same numbers for wide heads in varlen or with dq buffers, for TMA boxes of 64 bytes, and for
-# lists of query tiles of narrow heads: with 24 registers, producer warps spill, and for wide heads
-# in varlen, a loop is miscompiled.
+# The same numbers for wide heads in varlen or with dq buffers, and for TMA boxes of 64 bytes: with
+# 24 registers, producer warps spill, and for wide heads in varlen, a loop is miscompiled.
 _MORE_PRODUCER_REGISTERS = (40, 232)
 # Number of registers of a consumer thread besides accumulators and operands: addresses and state.
 _STATE_REGISTERS = 24
@@ -379,7 +378,7 @@ def _register_split(problem: Problem, tile: HopperBackwardTile) -> tuple[int, in
         spills = tile.buffers_dq or not problem.layout.is_dense
     else:
         half_boxes = any(dim % _BOX_COLUMNS for dim in _padded_dims(problem))
-        spills = half_boxes or _reads_lists(problem)
+        spills = half_boxes
     return _MORE_PRODUCER_REGISTERS if spills else _REGISTERS
 
 

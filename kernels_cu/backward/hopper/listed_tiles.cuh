@@ -72,6 +72,12 @@ struct HopperListedCta : HopperGradientCta<Config> {
     return Config::prefix && Base::is_masked({step.head, int(step.tile)});
   }
 
+  // Returns whether a key of the KV tile has a visible pair, with `Config::stores_pairs`.
+  __device__ bool is_visible_key(int key) const {
+    const int offset = key - coord.begin;
+    return lists(p).visible_keys(list(), query_tiles(), Config::Bc)[offset / 32] >> offset % 32 & 1;
+  }
+
   __device__ int order_index(const Step& step) const { return step.order_index; }
   __device__ bool is_last_cta(const Step& step) const { return step.is_last_cta; }
 
@@ -81,10 +87,11 @@ struct HopperListedCta : HopperGradientCta<Config> {
   __device__ static QueryTileLists lists(const AnyParams& params) {
     return {params.block_mask};
   }
-  __device__ int first_index() const {
-    return lists(p).first_entry(coord.batch, coord.head, coord.begin / Config::Bc, p.heads_kv,
-                                ceil_div(p.seqlen_q, Config::Br));
+  __device__ int query_tiles() const { return ceil_div(p.seqlen_q, Config::Br); }
+  __device__ int list() const {
+    return lists(p).list(coord.batch, coord.head, coord.begin / Config::Bc, p.heads_kv);
   }
+  __device__ int first_index() const { return list() * query_tiles(); }
   __device__ unsigned load(int index) const { return __ldg(lists(p).words() + index); }
   __device__ Step step_at(int head, int index) const {
     return Step(load(index), head, index);

@@ -68,10 +68,8 @@ struct HopperGradientProducts {
   PipelineState<Config::q_stages> q_ring = {};
   PipelineState<Config::dout_stages> dout_ring = {};
   PipelineState<Cta::ds_stages> ds_ring = {};
-  // Sums of P of each key, and bits of the pairs that were visible in any tile (`TransposedPairs`).
-  // One of the two detects keys whose pairs are all masked.
+  // Sums of P of each key, to detect keys whose pairs are all masked, if `sums_p`.
   float p_sums[2] = {};
-  unsigned any_visible = 0;
   int sums_phase = 1;  // of the consumer's dq buffer
   int sums_stage = 0;
 
@@ -345,16 +343,13 @@ struct HopperGradientProducts {
                                          key_step());
     }
   }
-  // Whether bits record which keys have a visible pair. A score of -inf masks its pair, too.
-  static constexpr bool records_bits = Config::stores_pairs && !Mods::changes_scores;
+  // Whether sums of P tell which keys have a visible pair. Otherwise the block mask does, because
+  // bits that consumers collect, or sums, take registers. A score of -inf masks its pair, too.
+  static constexpr bool sums_p =
+      Mods::masks_pairs && (Mods::changes_scores || !Config::stores_pairs);
 
-  // Records which keys have a visible pair. Bits take fewer registers than sums: with sums, the
-  // kernel for head_dim 128 spills 570 instead of 200 bytes.
-  __device__ void record_visible_keys(const Scores& scores, bool is_masked,
-                                      unsigned visible_pairs) {
-    if constexpr (records_bits) {
-      any_visible |= is_masked ? visible_pairs : ~0u;
-    } else if constexpr (Mods::masks_pairs) {
+  __device__ void sum_p(const Scores& scores) {
+    if constexpr (sums_p) {
 #pragma unroll
       for (int i = 0; i < columns / 2; ++i) p_sums[i / 2 % 2] += scores[i];
     }
@@ -493,11 +488,9 @@ struct HopperGradientProducts {
     const int key = cta.coord.begin + lane_key() + 8 * half;
     const bool is_visible = cta.mask.row_begin(key, cta.sequence.seqlen_q) <
                             cta.mask.row_end(key, cta.sequence.seqlen_q);
-    if constexpr (!Mods::masks_pairs) return is_visible;
-    const float sum = records_bits
-                          ? float((any_visible & TransposedPairs::bits_of_key(half)) != 0)
-                          : p_sums[half];
-    return is_visible && sum_of_lanes(sum) != 0;
+    if constexpr (sums_p) return is_visible && sum_of_lanes(p_sums[half]) != 0;
+    if constexpr (Mods::masks_pairs) return is_visible && cta.is_visible_key(key);
+    return is_visible;
   }
 
   template <int Count>

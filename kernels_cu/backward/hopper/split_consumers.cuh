@@ -232,7 +232,7 @@ struct HopperValueConsumer
     } else {
       Base::compute_all_p(scores, lse_log2, step, 0, is_masked, visible_pairs);
     }
-    Base::record_visible_keys(scores, is_masked, visible_pairs);
+    Base::sum_p(scores);
     Base::narrow(left_p, scores);
     if constexpr (wants_ds) {
       if constexpr (Base::single_pass) {
@@ -341,7 +341,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config, HopperGradientCta<Config>:
     Scores scores;
     ptx::mbarrier_wait(cta.p_full(ds_ring.index), ds_ring.phase);
     receive_p(scores);
-    Base::record_visible_keys(scores, is_masked, Base::load_visible_pairs(0));
+    Base::sum_p(scores);
     Base::template wait<0>(gradients);
     Base::compute_ds(gradients, scores, is_masked);
     Base::narrow(left_ds, gradients);

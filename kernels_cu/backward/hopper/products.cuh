@@ -244,7 +244,10 @@ struct HopperGradientProducts {
     load_rows(minus_delta, part, Br);
   }
   __device__ void load_rows(LaneRows& row_values, int part, int first) const {
-    const float* stats = cta.stats(q_ring.index) + first + part * columns + threadIdx.x % 4 * 2;
+    // The compiler must not keep the lane's offset in a register: with lists of query tiles and
+    // head_dim 128, it would spill 20 bytes more.
+    const int lane_row = ptx::opaque(threadIdx.x) % 4 * 2;
+    const float* stats = cta.stats(q_ring.index) + first + part * columns + lane_row;
     using Pair = Vector<float, 2>;
 #pragma unroll
     for (int j = 0; j < columns / 8; ++j) {
@@ -448,7 +451,7 @@ struct HopperGradientProducts {
   __device__ void write_dq(DqPart& sums, const Step& step, int stage) const {
     const float scale = signed_scale<Config, float>(cta.p);
     const int warp = 4 * consumer + threadIdx.x / 32 % 4;
-    const int lane = threadIdx.x % 32;
+    const int lane = ptx::opaque(threadIdx.x % 32);  // as in `load_rows`: 40 bytes
     const int first_column = Cta::first_dq_column(warp / 4);
     Gradient* output = cta.p.dq.template head<Gradient>(cta.sequence.q_batch, step.head) +
                        (cta.sequence.q_first + int64(step.tile * Br)) * cta.p.dq.row_stride;

@@ -25,7 +25,7 @@ template <class Config>
 __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams& p) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const GradientTileCoord coord =
-      gradient_tile_coord<Config, Config::Bc, true, true>(p, blockIdx.x);
+      gradient_tile_coord<Config, Config::pair * Config::Bc, true, true>(p, blockIdx.x);
   const Sequence sequence = sequence_of<Config>(p, coord.batch);
   if (coord.begin >= sequence.seqlen_k) return;
   using Cta = HopperCta<Config>;
@@ -43,7 +43,7 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
     ptx::prefetch_tensormap(&maps.v);
     ptx::prefetch_tensormap(&maps.dout);
   }
-  __syncthreads();
+  Cta::sync_start();
   // The shuffle tells the compiler that `warp` is uniform within a warp.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp < 4) {
@@ -77,6 +77,7 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
       HopperKeyConsumer<Config>(cta, 1).run();
     }
   }
+  Cta::sync_pair();
 }
 
 // Kernel that writes dq if the consumers of the main kernel do not.

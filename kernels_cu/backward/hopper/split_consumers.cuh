@@ -39,7 +39,7 @@
 template <class Config, int DqColumns>
 struct HopperWideProducts : HopperGradientProducts<Config, DqColumns> {
   using Base = HopperGradientProducts<Config, DqColumns>;
-  using Base::consumer, Base::cta;
+  using Base::consumer, Base::cta, Base::ds_ring;
   using typename Base::Cta;
   using typename Base::Fragments;
   using typename Base::LeftOperand;
@@ -49,14 +49,35 @@ struct HopperWideProducts : HopperGradientProducts<Config, DqColumns> {
                 "a query tile is one part, and both consumers have the same keys");
 
   PipelineState<Cta::sums_stages> semaphore_ring = {};
+  PipelineState<Cta::pair == 1 ? 1 : Cta::peer_ds_stages> peer_ds_ring = {};
   unsigned no_operand[1];  // placeholder: k and v stay in shared memory, not in registers
 
   using Base::Base;
+
+  // In a pair, waits for the peer's dS and issues its product with the peer's keys. That of the CTA's
+  // own dS and keys may be in flight.
+  template <int Chunk>
+  __device__ void add_peer_dq(DqPart& sums) const {
+    if constexpr (Cta::pair > 1) {
+      ptx::mbarrier_wait(cta.peer_ds_full(peer_ds_ring.index), peer_ds_ring.phase);
+      ptx::wgmma_fence();
+      Base::template multiply_dq<Chunk>(sums, cta.peer_ds_address(peer_ds_ring.index),
+                                        cta.peer_keys_address(), true);
+      ptx::wgmma_commit_group();
+    }
+  }
+
+  // Advances to the next tile's dS.
+  __device__ void advance_ds() {
+    ds_ring.advance();
+    if constexpr (Cta::pair > 1) peer_ds_ring.advance();
+  }
 
   // Completes the consumer's columns of dq, whose first chunk is in flight, and adds them. `next()`
   // issues the next tile's product before the last addition, so that they overlap.
   template <class Next>
   __device__ void add_dq(DqPart& first, const Step& step, Next next) {
+    add_peer_dq<0>(first);
     Base::template wait<0>(first);
     if constexpr (Base::dq_chunks == 1) {
       next();
@@ -64,6 +85,7 @@ struct HopperWideProducts : HopperGradientProducts<Config, DqColumns> {
     } else {
       DqPart second;
       Base::template start_dq<1>(second);
+      add_peer_dq<1>(second);
       add<0>(first, step);
       Base::template wait<0>(second);
       next();
@@ -89,7 +111,7 @@ struct HopperWideProducts : HopperGradientProducts<Config, DqColumns> {
     const DqSums<Config> all(cta.p);
     float* target = all.template sums<Fragments::floats>(cta.p, cta.sequence, cta.coord.batch,
                                                          step.head, step.tile) +
-                    Cta::dq_offset(consumer) + 64 * Chunk * Base::dq_columns +
+                    Cta::dq_part() + Cta::dq_offset(consumer) + 64 * Chunk * Base::dq_columns +
                     Fragments::fragment_offset(threadIdx.x / 32 % 4, 0, 0, threadIdx.x % 32);
     const bool is_first = cta.order_index(step) == 0;
     if (Chunk == 0) {
@@ -210,7 +232,7 @@ struct HopperValueConsumer
     } else {
       start();
     }
-    ds_ring.advance();
+    Base::advance_ds();
     if constexpr (!ahead && !Last) wait_next<0>(next);
     if constexpr (has_next_p) {
       // The compiler must not move these copies up: dV reads `left_p` until its product is complete.
@@ -265,7 +287,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config, HopperGradientCta<Config>:
   using Base = HopperWideProducts<Config, HopperGradientCta<Config>::dq_columns(1)>;
   using Element = typename Config::Element;
   using Base::columns, Base::cta, Base::dout_ring, Base::ds_ring, Base::no_operand, Base::q_ring;
-  using Base::wants_ds, Base::wants_k, Base::wants_q;
+  using Base::peer_ds_ring, Base::wants_ds, Base::wants_k, Base::wants_q;
   using typename Base::Cta;
   using typename Base::LeftOperand;
   using typename Base::DqPart;
@@ -334,7 +356,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config, HopperGradientCta<Config>:
     } else {
       start();
     }
-    ds_ring.advance();
+    Base::advance_ds();
   }
 
   __device__ void softmax_backward(LeftOperand& left_ds, bool is_masked) {
@@ -348,6 +370,22 @@ struct HopperKeyConsumer : HopperWideProducts<Config, HopperGradientCta<Config>:
     if constexpr (wants_q) Base::write_ds(left_ds, 0);
     ptx::fence_proxy_async();
     arrive_warp(cta.ds_full(ds_ring.index));
+    if constexpr (Cta::pair > 1) send_ds();
+  }
+
+  // Sends dS to the peer CTA, and expects the peer's.
+  __device__ void send_ds() const {
+    if (threadIdx.x % 128 == 0) {
+      const int stage = peer_ds_ring.index, peer = Cta::rank() ^ 1;
+      constexpr int bytes = Cta::DsTile::bytes;
+      ptx::mbarrier_arrive_expect_tx(cta.peer_ds_full(stage), bytes);
+      // Wait until all warps of this consumer have written dS.
+      ptx::mbarrier_wait(cta.ds_full(ds_ring.index), ds_ring.phase);
+      ptx::cp_async_bulk_to_cta(ptx::map_to_cta(cta.peer_ds_address(stage), peer),
+                                cta.ds_address(ds_ring.index), bytes,
+                                ptx::map_to_cta(cta.peer_ds_full(stage), peer));
+    }
+    __syncwarp();
   }
 
   // Reads what the dv consumer has passed: P, or P times the slope if `single_pass`.
@@ -393,7 +431,7 @@ struct HopperSemaphoreWarp {
     const DqSums<Config> all(cta.p);
     int* semaphore = all.semaphore(cta.p, cta.sequence, cta.coord.batch, step.head, step.tile);
     const int order_index = cta.order_index(step);
-    while (ptx::ld_acquire_gpu(semaphore) != order_index) {
+    while (!Cta::may_add(ptx::ld_acquire_gpu(semaphore), order_index)) {
     }
     ptx::mbarrier_arrive(cta.semaphore_acquired(lane_index));
     ptx::mbarrier_wait(cta.dq_added(lane_index), phase);

@@ -7,7 +7,8 @@
 // Either the last CTA of that order writes dq (`last_writes`), or another kernel does.
 //
 // Two consumer warpgroups issue wgmma: each has half of the keys (hopper/consumer.cuh) or, for wide
-// heads, half of the products (hopper/split_consumers.cuh). Warps of the producer warpgroup load
+// heads, half of the products (hopper/split_consumers.cuh). Pairs of CTAs for wide heads exchange
+// dS; a pair then counts as one CTA in the dq order. Warps of the producer warpgroup load
 // tiles and add dq (hopper/producer_warps.cuh).
 #include "backward/hopper/consumer.cuh"
 #include "backward/hopper/listed_tiles.cuh"

@@ -163,8 +163,11 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
     def candidates(self, problem: Problem, device: Device) -> Iterator[HopperBackwardTile]:
         stages = (1, 2, 3), (1, 2)
         if _is_wide(problem):
-            for wide_fields in itertools.product(*stages, (1, 2), (0, 1), (1, 2)):
-                yield HopperBackwardTile(WARPGROUP_ROWS, WARPGROUP_ROWS, 64, *wide_fields)
+            for wide_fields in itertools.product(*stages, (1, 2), (0, 1)):
+                tile = HopperBackwardTile(WARPGROUP_ROWS, WARPGROUP_ROWS, 64, *wide_fields)
+                yield tile
+                if tile.q_stages == 2:
+                    yield dataclasses.replace(tile, pair=2)
         else:
             for Br, *fields in itertools.product((64, 128), *stages):
                 yield HopperBackwardTile(Br, 2 * WARPGROUP_ROWS, 64, *fields)
@@ -483,9 +486,9 @@ def _preferred_tiles(problem: Problem) -> tuple[HopperBackwardTile, ...]:
     if _is_wide(problem):
         buffered = [tile(64, 64, 64, n, exchange_stages=2, buffers_dq=1) for n in (3, 2)]
         single = (*buffered, tile(64, 64))
-        if problem.score is not None:
+        if problem.seqlen_k <= WARPGROUP_ROWS:
             return single
-        pairs = [dataclasses.replace(x, dout_stages=n, pair=2) for x in single for n in (2, 1)]
+        pairs = [dataclasses.replace(x, dout_stages=n, pair=2) for x in single[1:] for n in (2, 1)]
         return (*pairs, *single)
     if _padded_dims(problem)[0] <= 64:
         return (tile(128, 128), tile(128, 128, dout_stages=1))

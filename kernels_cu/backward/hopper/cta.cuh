@@ -11,7 +11,7 @@
 //                       earlier_sums_full              write dq               sums_full
 //
 // For wide heads (split_consumers.cuh) without a dq buffer, consumers add dq to memory, and the two
-// adder lanes only operate the semaphore.
+// adder lanes only operate the semaphore. Pairs of CTAs with wide heads exchange dS.
 //
 // A tile may contain rows past the end of its sequence, which belong to other sequences or are
 // padding, and query rows that attend to no key. If so, TMA loads arrive at separate barriers
@@ -119,8 +119,8 @@ struct HopperGradientCta {
   static constexpr int dim = Config::padded_dim;
   static constexpr int dim_v = Config::padded_dim_v;
 
-  // Number of CTAs of a cluster, which exchange dS (split_consumers.cuh). Each computes an equal part
-  // of the columns of dq, of all of their keys.
+  // Number of CTAs that exchange dS (split_consumers.cuh). Each computes an equal part of the
+  // columns of dq, from the keys of all.
   static constexpr int pair = Config::pair;
   static_assert(pair == 1 || (pair == 2 && wide && wants_q), "pairs exchange dS of wide heads");
 
@@ -179,8 +179,8 @@ struct HopperGradientCta {
   static constexpr int step_bytes = Config::block_mask && !wide ? 8 : 0;
   static constexpr int barrier_offset = steps_offset + Config::q_stages * step_bytes;
   static constexpr int ring_barriers = 2 * (Config::q_stages + Config::dout_stages);
-  // Barriers of k and v (3), of the dq sums or the semaphore (6 at most), of the earlier dq sums or,
-  // for wide heads, P and dS (4 at most), and of the peer's dS.
+  // Barriers of k and v (3), of the dq sums or the semaphore (6 at most), of the earlier dq sums
+  // or, for wide heads, P and dS (4 at most), and of the peer's dS.
   static constexpr int sums_stages = 2;
   static constexpr int other_barriers = 3 + 6 + 4 + peer_ds_stages;
   static_assert(ds_stages <= 2, "barriers are counted for two stages");

@@ -25,6 +25,31 @@
 //
 //   semaphore lane  acquires the semaphore       | both have added: releases it
 //   consumers       semaphore_acquired -> add, dq_added
+//
+// Additions of dq limit these kernels. If `Config::pair` is 2, two CTAs of a cluster therefore
+// visit the same query tiles and exchange dS. They have consecutive KV tiles. Each computes half of the
+// columns of dq, from the keys of both, so that half as many bytes are added. TMA loads the CTA's
+// columns of the peer's keys once. The copy of a dS tile arrives at the peer's `peer_ds_full`:
+//
+//   dk consumer   dS(i) -> copy to the peer, dK(i)   dQ(i) of own dS | dQ(i) of the peer's dS
+//   dv consumer   dV(i) ..........................   dQ(i) of own dS | dQ(i) of the peer's dS
+//                                              ds_full           peer_ds_full
+//
+// Here, too, no barrier signals that a buffer is empty. Let A and B be the CTAs, and let there be n
+// buffers for the peer's dS. B sends dS(i + n) to the buffer that A used for dS(i), and A must have
+// completed dQ(i). With n = 2, or with n = 3 if P is computed a tile ahead, A has done so:
+//
+//   B  dk consumer  sends dS(i + n)      after its dQ(i + n - 1), with A's dS(i + n - 1)
+//   A  dk consumer  sends dS(i + n - 1)  after its dQ(i + n - 2), with P(i + n - 1)
+//   A  dv consumer  sends P(i + n - 1)   after its dQ(i + n - 2) or, a tile ahead, dQ(i + n - 3)
+//
+// A's dk consumer writes dS(i + 2) to the buffer of its dS(i) after its dQ(i + 1), with B's
+// dS(i + 1). B's dk consumer sent that after its dQ(i), so that the copy of dS(i) had arrived. For
+// A's own products, the argument of CTAs without a peer holds.
+//
+// Both CTAs add their columns of a query tile at the same index in the dq order, and both increment
+// its semaphore. If the number of KV tiles is odd, the last pair has a CTA without keys: TMA fills
+// its tiles with zeros, and the mask makes its P zero.
 #pragma once
 
 #include "backward/hopper/listed_tiles.cuh"
@@ -49,20 +74,31 @@ struct HopperWideProducts : HopperGradientProducts<Config, DqColumns> {
                 "a query tile is one part, and both consumers have the same keys");
 
   PipelineState<Cta::sums_stages> semaphore_ring = {};
-  PipelineState<Cta::pair == 1 ? 1 : Cta::peer_ds_stages> peer_ds_ring = {};
+  // Position among the buffers of the peer's dS, if it differs from that among the CTA's own.
+  static constexpr bool has_peer_ring = Cta::pair > 1 && Cta::peer_ds_stages != Cta::ds_stages;
+  PipelineState<has_peer_ring ? Cta::peer_ds_stages : 1> other_peer_ring = {};
   unsigned no_operand[1];  // placeholder: k and v stay in shared memory, not in registers
 
   using Base::Base;
 
-  // In a pair, waits for the peer's dS and issues its product with the peer's keys. That of the CTA's
-  // own dS and keys may be in flight.
+  __device__ const auto& peer_ds_ring() const {
+    if constexpr (has_peer_ring) {
+      return other_peer_ring;
+    } else {
+      return ds_ring;
+    }
+  }
+
+  // In a pair, waits for the peer's dS and issues its product with the peer's keys. The product of
+  // the CTA's own dS and keys may be in flight.
   template <int Chunk>
   __device__ void add_peer_dq(DqPart& sums) const {
     if constexpr (Cta::pair > 1) {
-      ptx::mbarrier_wait(cta.peer_ds_full(peer_ds_ring.index), peer_ds_ring.phase);
+      const int stage = peer_ds_ring().index;
+      ptx::mbarrier_wait(cta.peer_ds_full(stage), peer_ds_ring().phase);
       ptx::wgmma_fence();
-      Base::template multiply_dq<Chunk>(sums, cta.peer_ds_address(peer_ds_ring.index),
-                                        cta.peer_keys_address(), true);
+      Base::template multiply_dq<Chunk>(sums, cta.peer_ds_address(stage), cta.peer_keys_address(),
+                                        true);
       ptx::wgmma_commit_group();
     }
   }
@@ -70,7 +106,7 @@ struct HopperWideProducts : HopperGradientProducts<Config, DqColumns> {
   // Advances to the next tile's dS.
   __device__ void advance_ds() {
     ds_ring.advance();
-    if constexpr (Cta::pair > 1) peer_ds_ring.advance();
+    if constexpr (has_peer_ring) other_peer_ring.advance();
   }
 
   // Completes the consumer's columns of dq, whose first chunk is in flight, and adds them. `next()`
@@ -287,7 +323,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config, HopperGradientCta<Config>:
   using Base = HopperWideProducts<Config, HopperGradientCta<Config>::dq_columns(1)>;
   using Element = typename Config::Element;
   using Base::columns, Base::cta, Base::dout_ring, Base::ds_ring, Base::no_operand, Base::q_ring;
-  using Base::peer_ds_ring, Base::wants_ds, Base::wants_k, Base::wants_q;
+  using Base::wants_ds, Base::wants_k, Base::wants_q;
   using typename Base::Cta;
   using typename Base::LeftOperand;
   using typename Base::DqPart;
@@ -376,7 +412,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config, HopperGradientCta<Config>:
   // Sends dS to the peer CTA, and expects the peer's.
   __device__ void send_ds() const {
     if (threadIdx.x % 128 == 0) {
-      const int stage = peer_ds_ring.index, peer = Cta::rank() ^ 1;
+      const int stage = Base::peer_ds_ring().index, peer = Cta::rank() ^ 1;
       constexpr int bytes = Cta::DsTile::bytes;
       ptx::mbarrier_arrive_expect_tx(cta.peer_ds_full(stage), bytes);
       // Wait until all warps of this consumer have written dS.

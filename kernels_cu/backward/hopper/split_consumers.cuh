@@ -27,9 +27,9 @@
 //   consumers       semaphore_acquired -> add, dq_added
 //
 // Additions of dq limit these kernels. If `Config::pair` is 2, two CTAs of a cluster therefore
-// visit the same query tiles and exchange dS. They have consecutive KV tiles. Each computes half of the
-// columns of dq, from the keys of both, so that half as many bytes are added. TMA loads the CTA's
-// columns of the peer's keys once. The copy of a dS tile arrives at the peer's `peer_ds_full`:
+// visit the same query tiles and exchange dS. They have consecutive KV tiles. Each computes half of
+// the columns of dq, from the keys of both, so that half as many bytes are added. TMA loads the
+// CTA's columns of the peer's keys once. The copy of a dS tile completes the peer's `peer_ds_full`:
 //
 //   dk consumer   dS(i) -> copy to the peer, dK(i)   dQ(i) of own dS | dQ(i) of the peer's dS
 //   dv consumer   dV(i) ..........................   dQ(i) of own dS | dQ(i) of the peer's dS
@@ -91,14 +91,14 @@ struct HopperWideProducts : HopperGradientProducts<Config, DqColumns> {
 
   // In a pair, waits for the peer's dS and issues its product with the peer's keys. The product of
   // the CTA's own dS and keys may be in flight.
-  template <int Chunk>
   __device__ void add_peer_dq(DqPart& sums) const {
     if constexpr (Cta::pair > 1) {
+      static_assert(Base::dq_chunks == 1, "each consumer of a pair has one chunk");
       const int stage = peer_ds_ring().index;
       ptx::mbarrier_wait(cta.peer_ds_full(stage), peer_ds_ring().phase);
       ptx::wgmma_fence();
-      Base::template multiply_dq<Chunk>(sums, cta.peer_ds_address(stage), cta.peer_keys_address(),
-                                        true);
+      Base::template multiply_dq<0>(sums, cta.peer_ds_address(stage), cta.peer_keys_address(),
+                                    true);
       ptx::wgmma_commit_group();
     }
   }
@@ -113,7 +113,7 @@ struct HopperWideProducts : HopperGradientProducts<Config, DqColumns> {
   // issues the next tile's product before the last addition, so that they overlap.
   template <class Next>
   __device__ void add_dq(DqPart& first, const Step& step, Next next) {
-    add_peer_dq<0>(first);
+    add_peer_dq(first);
     Base::template wait<0>(first);
     if constexpr (Base::dq_chunks == 1) {
       next();
@@ -121,7 +121,6 @@ struct HopperWideProducts : HopperGradientProducts<Config, DqColumns> {
     } else {
       DqPart second;
       Base::template start_dq<1>(second);
-      add_peer_dq<1>(second);
       add<0>(first, step);
       Base::template wait<0>(second);
       next();

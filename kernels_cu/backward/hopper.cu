@@ -8,7 +8,8 @@
 //
 // Two consumer warpgroups issue wgmma: each has half of the keys (hopper/consumer.cuh) or, for wide
 // heads, half of the products (hopper/split_consumers.cuh). Warps of the producer warpgroup load
-// tiles and add dq (hopper/producer_warps.cuh).
+// tiles and add dq (hopper/producer_warps.cuh). Above 256 columns, a cluster of two CTAs owns a KV
+// tile (hopper/peer_exchange.cuh).
 #include "backward/hopper/consumer.cuh"
 #include "backward/hopper/listed_tiles.cuh"
 #include "backward/hopper/producer_warps.cuh"
@@ -43,7 +44,8 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
     ptx::prefetch_tensormap(&maps.v);
     ptx::prefetch_tensormap(&maps.dout);
   }
-  __syncthreads();
+  // Nothing may be sent to a CTA before its barriers are initialized.
+  sync_cluster<Cta::ranks>();
   // The shuffle tells the compiler that `warp` is uniform within a warp.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp < 4) {
@@ -82,7 +84,7 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
 // Kernel that writes dq if the consumers of the main kernel do not.
 template <class Config>
 __device__ void hopper_query_gradients(const GradientParams& p) {
-  using Tile = DqTile<Config, typename HopperGradientCta<Config>::Fragments>;
+  using Tile = DqTile<Config, TileFragments<HopperGradientCta<Config>>>;
   __shared__ typename Tile::Shared shared;
   Tile::write(p, shared);
 }

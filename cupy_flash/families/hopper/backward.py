@@ -19,6 +19,7 @@ from cupy_flash.families.contract import (
     why_not_shared_memory,
 )
 from cupy_flash.families.hopper import bias_gradients
+from cupy_flash.families.hopper.cta_columns import MAX_COLUMNS, cta_ranks
 from cupy_flash.families.hopper.sm90 import BARRIER_BYTES, WARPGROUP, WARPGROUP_ROWS, why_not_device
 from cupy_flash.families.hopper.tensor_maps import map_spec, why_not_rows, why_not_strides
 from cupy_flash.families.schedule import (
@@ -38,8 +39,9 @@ from cupy_flash.problem.tile import Tile
 # more than 64 takes three boxes of half that width instead of two (tile/tma_tile.cuh).
 _BOX_COLUMNS = 64
 _WIDEST_OF_HALF_BOXES = 96
-# Largest head_dim and head_dim_v that the family serves.
-_WIDEST = 256
+# Largest head_dim and head_dim_v that the family serves: half of the columns for each thread block
+# of a cluster of two.
+_WIDEST = 2 * MAX_COLUMNS
 # Largest head dim for which a consumer warpgroup holds both dk and dv of 64 keys.
 _WIDEST_WHOLE = 128
 # Number of registers of a producer thread and of a consumer thread. Together, the warpgroups take
@@ -53,6 +55,8 @@ _MORE_PRODUCER_REGISTERS = (40, 232)
 _STATE_REGISTERS = 24
 # Number of barriers in addition to those of the ring stages.
 _OTHER_BARRIERS = 13
+# Number of warps of a thread block that receive sums from another one, and of barriers of each.
+_PEER_WARPS, _PEER_BARRIERS = 8, 2
 # Size in bytes of `HopperGradientBlockInfo`: a thread block's keys and its range of query tiles.
 _BLOCK_INFO_BYTES = 112
 # Size in bytes of the statistics of a query row: its log-sum-exp and delta.
@@ -143,6 +147,9 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             return reason
         if max(problem.head_dim, problem.head_dim_v) > _WIDEST:
             return f"accumulating dk and dv needs too many registers for head dims over {_WIDEST}"
+        is_plain = problem.layout.is_dense and problem.score is None
+        if cta_ranks(problem) > 1 and not is_plain:
+            return f"head dims over {MAX_COLUMNS} need dense batches and unmodified scores"
         if 0 in problem.shape_of("q") or 0 in problem.shape_of("k"):
             return "TMA cannot address arrays without rows"
         tile = HopperBackwardTile(WARPGROUP_ROWS, WARPGROUP_ROWS)
@@ -231,6 +238,9 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             total += _PAIR_STAGES * pairs
         if gradient.wants("q") and (tile.buffers_dq or not _is_wide(problem)):
             total += tile.Br * dim * 4
+        if cta_ranks(problem) > 1:
+            sums = WARPGROUP_ROWS // 4 * tile.Br * 4
+            total += _PEER_WARPS * (sums + _PEER_BARRIERS * BARRIER_BYTES)
         slots = tile.q_stages + tile.dout_stages
         # Each stage has barriers for full and empty and, if tiles are inspected, for arrived.
         arrives = not problem.layout.is_dense or backward_common.inspects(problem)
@@ -245,15 +255,20 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         kv_blocks, query_blocks = backward_common.count_blocks(problem, tile.Bc, tile.Br)
         chunks = _query_chunks(problem, device, tile)
         resources = self.threads(tile), self.shared_memory(problem, tile), 1
+        ranks = cta_ranks(problem)
         launches = [
             Launch.of_gradients(
                 *(KEY_GRADIENTS, "hopper_gradients", kv_blocks * chunks.blocks, *resources),
+                ranks=ranks,
+                cluster=ranks if ranks > 1 else 0,
                 arguments=("gradient_maps", "gradients"),
             )
         ]
         if problem.gradient_spec.wants("q") and not _last_writes(problem):
             entry, function = QUERY_GRADIENTS, "hopper_query_gradients"
-            launches.append(Launch.of_gradients(entry, function, query_blocks, _SUM_THREADS))
+            launches.append(
+                Launch.of_gradients(entry, function, query_blocks, _SUM_THREADS, ranks=ranks)
+            )
         blocks = kv_blocks * chunks.blocks
         schedule = backward_common.schedule(
             problem,
@@ -271,7 +286,8 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
 
     def _sums(self, problem: Problem, tile: HopperBackwardTile) -> QuerySums:
         gradient = problem.gradient_spec
-        return QuerySums(tile.Br, _padded_dims(problem)[0] if gradient.wants("q") else 0)
+        columns = cta_ranks(problem) * _padded_dims(problem)[0]
+        return QuerySums(tile.Br, columns if gradient.wants("q") else 0)
 
     def config(
         self, problem: Problem, tile: HopperBackwardTile, split: Split
@@ -286,6 +302,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             "producer_registers": producer_registers,
             "consumer_registers": consumer_registers,
             "wide": _is_wide(problem),
+            "cta_ranks": cta_ranks(problem),
             "shared_memory": self.shared_memory(problem, tile),
             **{f"wants_{name}": gradient.wants(name) for name in ROWS},
         }
@@ -363,7 +380,7 @@ def _may_descend(problem: Problem) -> bool:
 
 
 def _ascending_blocks(problem: Problem, device: Device, blocks: int, keys: int) -> int:
-    """Return the number of thread blocks before the last section, see `tile_coord.cuh`.
+    """Return the number of KV tiles before the last section, see `tile_coord.cuh`.
 
     The last section has about two thread blocks per SM: in a simulation of 16384 tokens and 16
     heads, the SMs were then busy for 97% of the time, instead of 90% without such a section.
@@ -371,7 +388,8 @@ def _ascending_blocks(problem: Problem, device: Device, blocks: int, keys: int) 
     if not _may_descend(problem) or problem.layout.packed_k:
         return blocks
     tiles = ceil_div(problem.seqlen_k, keys)
-    return max(0, blocks - max(1, round(2 * device.sm_count / tiles)) * tiles)
+    slots = device.sm_count // cta_ranks(problem)
+    return max(0, blocks - max(1, round(2 * slots / tiles)) * tiles)
 
 
 def _register_split(problem: Problem, tile: HopperBackwardTile) -> tuple[int, int]:
@@ -384,11 +402,12 @@ def _register_split(problem: Problem, tile: HopperBackwardTile) -> tuple[int, in
 
 
 def _padded_dims(problem: Problem) -> tuple[int, int]:
-    """Return the number of columns of q and k, and of v and dout, in shared memory.
+    """Return the number of columns of q and k, and of v and dout, of a thread block.
 
     For wide heads, each consumer computes at least one box of columns of dq.
     """
-    dims = problem.head_dim, problem.head_dim_v
+    ranks = cta_ranks(problem)
+    dims = ceil_div(problem.head_dim, ranks), ceil_div(problem.head_dim_v, ranks)
     # The kernel of bias gradients reads the same tensor maps, by whole boxes.
     may_halve = max(dims) <= _WIDEST_OF_HALF_BOXES and not bias_gradients.serves(problem)
     dim, dim_v = (
@@ -439,6 +458,9 @@ def _section(problem: Problem, device: Device, chunks: QueryChunks) -> int:
 def _preferred_tiles(problem: Problem) -> tuple[HopperBackwardTile, ...]:
     """Return tiles from the best to the worst, by resource arithmetic without measurements."""
     tile = HopperBackwardTile
+    if cta_ranks(problem) > 1:
+        ahead = [tile(64, 64, 64, 2, n, exchange_stages=2) for n in (2, 1)]
+        return (*ahead, tile(64, 64, dout_stages=1))
     if _is_wide(problem):
         buffered = [tile(64, 64, 64, n, exchange_stages=2, buffers_dq=1) for n in (3, 2)]
         return (*buffered, tile(64, 64))

@@ -18,6 +18,9 @@
 // (`keys_arrived`, `q_arrived`, `dout_arrived`): the row statistics warp waits for them, clears
 // those rows and then signals the consumers, because 0 times NaN is NaN. Keys that no query attends
 // to may hold NaN, too; consumers clean k before they multiply with it (preprocess/clean.cuh).
+//
+// If a head dim exceeds 256, a cluster of two CTAs (`ranks`) has a KV tile. Each CTA has half of the
+// columns of q, k, v and dout, and exchanges sums over columns with its peer (peer_exchange.cuh).
 #pragma once
 
 #include "backward/dq/order.cuh"
@@ -25,6 +28,7 @@
 #include "backward/dq/accumulate.cuh"
 #include "backward/query_chunks.cuh"
 #include "backward/tile_coord.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/sm90a.cuh"
 #include "score/mask.cuh"
 #include "tile/pipeline_state.cuh"
@@ -39,6 +43,26 @@ struct GradientMaps {
 };
 
 #if __CUDA_ARCH__ == 900
+
+// Returns an address as matrix descriptors hold it, in units of 16 bytes. In a cluster of `ranks`
+// CTAs, the upper bits of an address hold the CTA's rank, and are dropped from descriptors.
+template <int ranks>
+__device__ unsigned descriptor_address(unsigned address) {
+  constexpr unsigned window_bytes = 1 << 18;
+  return (ranks == 1 ? address : address % window_bytes) / 16;
+}
+
+// Synchronizes all threads of a cluster of `ranks` CTAs.
+template <int ranks>
+__device__ void sync_cluster() {
+  if constexpr (ranks == 1) {
+    __syncthreads();
+  } else {
+    __syncwarp();
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+  }
+}
 
 // Layout of the dq sums: slabs of columns, which are stored consecutively, as accumulators of the
 // consumers. Each consumer has some of the rows or, if a tile has only 64 rows, some of the slabs.
@@ -98,6 +122,10 @@ struct HopperGradientCta {
   // For wide heads, both consumers have the same 64 keys (split_consumers.cuh); otherwise 64 each.
   static constexpr bool wide = Config::wide;
   static constexpr int consumers = wide ? 2 : Bc / 64;
+  // Number of CTAs of a KV tile, and index of this one. They divide the columns of the head dims.
+  static constexpr int ranks = Config::cta_ranks;
+  static_assert(ranks == 1 || (wide && ranks == 2), "only consumers of wide heads exchange sums");
+  __device__ static int rank() { return ranks == 1 ? 0 : blockIdx.z; }
   static constexpr bool wants_q = Config::wants_q;
   static constexpr bool wants_k = Config::wants_k;
   static constexpr bool wants_v = Config::wants_v;
@@ -120,6 +148,9 @@ struct HopperGradientCta {
   using DsTile = TmaTile<Br, Bc>;
   // A slab of dq sums is a box of k, because a matrix descriptor cannot start within a box.
   using Fragments = WarpgroupFragments<Br, dim, KeyTile::box_columns, consumers>;
+  // A tile in the workspace has the sums of all CTAs of the cluster, consecutively.
+  static constexpr int64 tile_floats = ranks * Fragments::floats;
+  __device__ static int first_float() { return rank() * int(Fragments::floats); }
 
   // Returns the number of dq columns that a consumer computes. Consumers with the same rows divide
   // the slabs, and the first consumer computes an odd one.
@@ -137,8 +168,8 @@ struct HopperGradientCta {
   // memory.
   static constexpr bool buffers_dq = wants_q && (!wide || Config::buffers_dq);
 
-  // Shared memory: k, v, the rings of q and dout, dS, the dq sums, P (for wide heads), row
-  // statistics, visible pairs, steps, barriers and `HopperGradientBlockInfo`.
+  // Shared memory: k, v, the rings of q and dout, dS, the dq sums, P (for wide heads), sums of the
+  // peer CTA, row statistics, visible pairs, steps, barriers and `HopperGradientBlockInfo`.
   static constexpr int value_offset = KeyTile::bytes;
   static constexpr int query_offset = value_offset + ValueTile::bytes;
   static constexpr int dout_offset = query_offset + Config::q_stages * QueryTile::bytes;
@@ -148,7 +179,11 @@ struct HopperGradientCta {
   static constexpr int p_tiles_offset =
       sums_offset + (buffers_dq ? int(Fragments::floats * sizeof(float)) : 0);
   static constexpr int p_tile_bytes = Br * Bc * int(sizeof(Element));
-  static constexpr int stats_offset = p_tiles_offset + (wide ? ds_stages * p_tile_bytes : 0);
+  // The buffers for the peer CTA's S and dP: one for each consumer warp.
+  static constexpr int peer_offset = p_tiles_offset + (wide ? ds_stages * p_tile_bytes : 0);
+  static constexpr int peer_warps = ranks > 1 ? 4 * consumers : 0;
+  static constexpr int peer_warp_bytes = 16 * Br * int(sizeof(float));
+  static constexpr int stats_offset = peer_offset + peer_warps * peer_warp_bytes;
   static constexpr int stats_bytes = 2 * Br * int(sizeof(float));
   // Visible pairs of query tiles, one bit each (hopper/listed_tiles.cuh).
   static constexpr int pairs_offset = stats_offset + Config::q_stages * stats_bytes;
@@ -165,8 +200,9 @@ struct HopperGradientCta {
   static_assert(ds_stages <= 2, "barriers are counted for two stages");
   static_assert(consumers == 2, "barriers are counted for two consumers");
   static constexpr int arrived_barriers = Config::q_stages + Config::dout_stages;
-  static constexpr int barriers =
+  static constexpr int first_peer_barrier =
       ring_barriers + other_barriers + (inspects ? arrived_barriers : 0);
+  static constexpr int barriers = first_peer_barrier + 2 * peer_warps;
   static constexpr int block_info_offset = barrier_offset + barriers * 8, block_info_bytes = 112;
   static_assert(sizeof(HopperGradientBlockInfo<Config>) <= block_info_bytes,
                 "fits in block_info_bytes");
@@ -228,6 +264,12 @@ struct HopperGradientCta {
     return {step.head + 1, start_tile()};
   }
 
+  // Returns whether the CTA of this index in the dq order may add to the dq sums of a query tile
+  // whose semaphore has this value. All CTAs of a cluster have the same index and increment the
+  // semaphore, each after it has added its columns.
+  __device__ static bool may_add(int semaphore, int order_index) {
+    return semaphore / ranks == order_index;
+  }
   // Returns the CTA's index in the dq order of a step's query tile.
   __device__ int order_index(const Step& step) const {
     return order.order_index(step.tile, descends());
@@ -272,7 +314,11 @@ struct HopperGradientCta {
   __device__ unsigned p_tile_address(int stage) const {
     return shared + p_tiles_offset + stage * p_tile_bytes;
   }
-  // Returns the row statistics of a stage: first lse_log2 of each row, then -delta of each row.
+  __device__ unsigned peer_address(int warp) const {
+    return shared + peer_offset + warp * peer_warp_bytes;
+  }
+  // Returns the row statistics of a stage: first lse_log2 of each row, then -delta of each row, or 0
+  // if the CTA's peer adds -delta.
   __device__ float* stats(int stage) const {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     return reinterpret_cast<float*>(shared_memory + stats_offset) + stage * 2 * Br;
@@ -319,6 +365,10 @@ struct HopperGradientCta {
     return barrier(ring_barriers + other_barriers + stage);
   }
   __device__ unsigned dout_arrived(int stage) const { return q_arrived(Config::q_stages + stage); }
+  // Barriers of a consumer warp for the sums that its peer warp sends, and for the peer warp's reads
+  // (peer_exchange.cuh).
+  __device__ unsigned peer_full(int warp) const { return barrier(first_peer_barrier + warp); }
+  __device__ unsigned peer_read(int warp) const { return peer_full(peer_warps + warp); }
 
   __device__ void init_barriers() const {
     constexpr int warps = 4 * consumers;
@@ -357,12 +407,31 @@ struct HopperGradientCta {
         ptx::mbarrier_init(dq_added(stage), warps);
       }
     }
+    for (int warp = 0; warp < peer_warps; ++warp) {
+      ptx::mbarrier_init(peer_full(warp), 1);
+      ptx::mbarrier_init(peer_read(warp), 1);
+    }
     ptx::fence_mbarrier_init();
   }
 
   // Named barriers: 1 for all consumers, 2 + `consumer` for a single one.
   __device__ static void sync_consumers() { NamedBarrier<128 * consumers>{1}.sync(); }
   __device__ static void sync_consumer(int consumer) { NamedBarrier<128>{2 + consumer}.sync(); }
+};
+
+// Layout of the dq sums of a whole query tile, for the kernel that converts them. It has as many
+// CTAs for a query tile as a cluster of the main kernel, and each converts the sums of one of them.
+template <class Cta>
+struct TileFragments : Cta::Fragments {
+  using Base = typename Cta::Fragments;
+  static constexpr int64 floats = Cta::tile_floats;
+
+  __device__ static int fragment_offset(int warp, int i, int j, int lane) {
+    return Cta::first_float() + Base::fragment_offset(warp, i, j, lane);
+  }
+  __device__ static int column(int warp, int j) {
+    return Cta::rank() * Cta::dim + Base::column(warp, j);
+  }
 };
 
 #endif  // __CUDA_ARCH__ == 900

@@ -21,6 +21,11 @@ struct Const {
   static constexpr bool value = Value;
 };
 
+// Returns the number of k steps of 16 columns for a head dim of which a CTA has `columns` columns.
+constexpr int k_steps_of(int head_dim, int columns) {
+  return round_up(head_dim < columns ? head_dim : columns, 16) / 16;
+}
+
 // `DqColumns` is the number of dq columns that the consumer computes.
 template <class Config, int DqColumns>
 struct HopperGradientProducts {
@@ -45,8 +50,8 @@ struct HopperGradientProducts {
   static constexpr int dim_v = Cta::dim_v;
   static constexpr int columns = Config::columns;
   static constexpr int parts = Br / columns;
-  static constexpr int k_steps = round_up(Config::head_dim, 16) / 16;
-  static constexpr int k_steps_v = round_up(Config::head_dim_v, 16) / 16;
+  static constexpr int k_steps = k_steps_of(Config::head_dim, dim);
+  static constexpr int k_steps_v = k_steps_of(Config::head_dim_v, dim_v);
   static_assert(columns % 16 == 0 && parts * columns == Br, "whole products");
 
   // Whether P and dS are computed in one pass, when both S and dP are complete. This is needed if
@@ -150,15 +155,14 @@ struct HopperGradientProducts {
   __device__ void multiply(Scores& sums, const unsigned (&kept)[Count], unsigned left,
                            unsigned rows, int step, bool accumulate) const {
     const unsigned long long right =
-        Tile::k_along_columns() + (rows + Tile::column_step(step)) / 16;
+        Tile::k_along_columns() + descriptor_address<Cta::ranks>(rows + Tile::column_step(step));
     if constexpr (Count > 1) {
       Wgmma<Element, columns>::multiply_k_contiguous(sums, kept + 4 * step, right, accumulate);
     } else {
+      const unsigned left_rows = consumer_rows<LeftTile>(left) + LeftTile::column_step(step);
       Wgmma<Element, columns>::multiply(
-          sums,
-          LeftTile::k_along_columns() +
-              (consumer_rows<LeftTile>(left) + LeftTile::column_step(step)) / 16,
-          right, accumulate);
+          sums, LeftTile::k_along_columns() + descriptor_address<Cta::ranks>(left_rows), right,
+          accumulate);
     }
   }
 
@@ -196,7 +200,7 @@ struct HopperGradientProducts {
   template <class Tile, int Columns>
   __device__ static void start_sums(float (&sums)[Columns / 2], const LeftOperand& left,
                                     unsigned rows) {
-    const unsigned long long right = Tile::k_along_rows() + rows / 16;
+    const unsigned long long right = Tile::k_along_rows() + descriptor_address<Cta::ranks>(rows);
     ptx::pin(sums);
     ptx::wgmma_fence();
 #pragma unroll
@@ -215,8 +219,8 @@ struct HopperGradientProducts {
     const unsigned keys =
         cta.keys_address() + (Cta::first_dq_column(consumer) + Chunk * dq_columns) /
                                  KeyTile::box_columns * KeyTile::box_bytes;
-    const unsigned long long ds = DsTile::k_along_columns() + rows / 16;
-    const unsigned long long k = KeyTile::k_along_rows() + keys / 16;
+    const unsigned long long ds = DsTile::k_along_columns() + descriptor_address<Cta::ranks>(rows);
+    const unsigned long long k = KeyTile::k_along_rows() + descriptor_address<Cta::ranks>(keys);
     ptx::pin(sums);
     ptx::wgmma_fence();
 #pragma unroll
@@ -535,8 +539,9 @@ struct HopperGradientProducts {
     constexpr int column_tiles = Count / 4 / parts;
     const int first = cta.coord.begin + consumer_key();
     const int left = cta.sequence.seqlen_k - first;
+    const int first_column = Cta::rank() * Tile::columns;
     Gradient* output = tensor.head<Gradient>(cta.sequence.k_batch, cta.coord.head) +
-                       (int64(cta.sequence.k_first) + first) * tensor.row_stride;
+                       (int64(cta.sequence.k_first) + first) * tensor.row_stride + first_column;
     const int lane_row = lane_key() - consumer_key();
     const unsigned rows = consumer_rows<Tile>(tile);
 #pragma unroll
@@ -563,7 +568,8 @@ struct HopperGradientProducts {
         const int column = part * column_tiles * 8 + chunk * columns_of_chunk;
         store_chunk<Gradient, Config::out_alignment>(
             output + row * tensor.row_stride + column,
-            reinterpret_cast<const Vector<Gradient, columns_of_chunk>&>(bits), Dim - column);
+            reinterpret_cast<const Vector<Gradient, columns_of_chunk>&>(bits),
+            Dim - first_column - column);
       }
     }
   }

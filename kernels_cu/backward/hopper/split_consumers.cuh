@@ -28,6 +28,7 @@
 #pragma once
 
 #include "backward/hopper/listed_tiles.cuh"
+#include "backward/hopper/peer_exchange.cuh"
 #include "backward/hopper/products.cuh"
 #include "backward/dq/semaphore.cuh"
 #include "ptx/ordered_add.cuh"
@@ -49,6 +50,7 @@ struct HopperWideProducts : HopperGradientProducts<Config, DqColumns> {
                 "a query tile is one part, and both consumers have the same keys");
 
   PipelineState<Cta::sums_stages> semaphore_ring = {};
+  HopperPeerExchange<Config> peer = {cta, consumer};
   unsigned no_operand[1];  // placeholder: k and v stay in shared memory, not in registers
 
   using Base::Base;
@@ -87,9 +89,9 @@ struct HopperWideProducts : HopperGradientProducts<Config, DqColumns> {
   template <int Chunk>
   __device__ void add_to_global(const DqPart& sums, const Step& step) {
     const DqSums<Config> all(cta.p);
-    float* target = all.template sums<Fragments::floats>(cta.p, cta.sequence, cta.coord.batch,
-                                                         step.head, step.tile) +
-                    Cta::dq_offset(consumer) + 64 * Chunk * Base::dq_columns +
+    float* target = all.template sums<Cta::tile_floats>(cta.p, cta.sequence, cta.coord.batch,
+                                                        step.head, step.tile) +
+                    Cta::first_float() + Cta::dq_offset(consumer) + 64 * Chunk * Base::dq_columns +
                     Fragments::fragment_offset(threadIdx.x / 32 % 4, 0, 0, threadIdx.x % 32);
     const bool is_first = cta.order_index(step) == 0;
     if (Chunk == 0) {
@@ -121,8 +123,8 @@ template <class Config>
 struct HopperValueConsumer
     : HopperWideProducts<Config, HopperGradientCta<Config>::dq_columns(0)> {
   using Base = HopperWideProducts<Config, HopperGradientCta<Config>::dq_columns(0)>;
-  using Base::columns, Base::cta, Base::dout_ring, Base::ds_ring, Base::no_operand, Base::q_ring;
-  using Base::wants_ds, Base::wants_q, Base::wants_v;
+  using Base::columns, Base::cta, Base::dout_ring, Base::ds_ring, Base::no_operand, Base::peer;
+  using Base::q_ring, Base::wants_ds, Base::wants_q, Base::wants_v;
   using typename Base::Cta;
   using typename Base::LeftOperand;
   using typename Base::DqPart;
@@ -144,6 +146,7 @@ struct HopperValueConsumer
   __device__ void run() {
     Base::clear(dv_sums);
     if (cta.has_steps()) process_tiles();
+    peer.finish();
     Cta::sync_consumers();
     if constexpr (wants_v) Base::write_dv(dv_sums);
   }
@@ -175,8 +178,15 @@ struct HopperValueConsumer
     Base::template wait<Pending>(next);
 #pragma unroll
     for (int i = 0; i < columns / 2; ++i) scores[i] = next[i];
+    peer.send(scores);
     arrive_warp(cta.q_empty(q_ring.index));
     q_ring.advance();
+  }
+  template <int Pending>
+  __device__ void complete_dv() {
+    Base::template wait<Pending>(dv_sums);
+    arrive_warp(cta.dout_empty(dout_ring.index));
+    dout_ring.advance();
   }
 
   // Processes a tile whose scores or, if `ahead`, whose P are complete. Unless `Last`, also
@@ -184,6 +194,8 @@ struct HopperValueConsumer
   template <bool Last>
   __device__ void process_tile(const Step& step) {
     constexpr bool has_next_p = ahead && !Last;
+    // While the peer CTA's scores are on their way, dV is completed, so that dout is loaded earlier.
+    constexpr bool completes_dv_first = has_next_p && Cta::ranks > 1;
     if constexpr (!ahead) softmax_backward(left_p, step);
     Scores next;
     LeftOperand next_p;
@@ -194,14 +206,13 @@ struct HopperValueConsumer
     }
     if constexpr (has_next_p) {
       wait_next<wants_v>(next);
+      if constexpr (completes_dv_first) complete_dv<0>();
       softmax_backward(next_p, cta.next_step(step));
     }
     DqPart dq_part;
     if constexpr (wants_ds) ptx::mbarrier_wait(cta.ds_full(ds_ring.index), ds_ring.phase);
     if constexpr (wants_q) Base::template start_dq<0>(dq_part);
-    Base::template wait<wants_q>(dv_sums);
-    arrive_warp(cta.dout_empty(dout_ring.index));
-    dout_ring.advance();
+    if constexpr (!completes_dv_first) complete_dv<wants_q>();
     const auto start = [&] {
       if constexpr (!ahead && !Last) start_next(next);
     };
@@ -223,6 +234,7 @@ struct HopperValueConsumer
   __device__ void softmax_backward(LeftOperand& left_p, const Step& step) {
     const bool is_masked = cta.is_masked(step);
     LeftOperand p_operand;
+    peer.receive(scores);
     if constexpr (Base::single_pass) {
       Scores slopes;
 #pragma unroll
@@ -264,8 +276,8 @@ template <class Config>
 struct HopperKeyConsumer : HopperWideProducts<Config, HopperGradientCta<Config>::dq_columns(1)> {
   using Base = HopperWideProducts<Config, HopperGradientCta<Config>::dq_columns(1)>;
   using Element = typename Config::Element;
-  using Base::columns, Base::cta, Base::dout_ring, Base::ds_ring, Base::no_operand, Base::q_ring;
-  using Base::wants_ds, Base::wants_k, Base::wants_q;
+  using Base::columns, Base::cta, Base::dout_ring, Base::ds_ring, Base::no_operand, Base::peer;
+  using Base::q_ring, Base::wants_ds, Base::wants_k, Base::wants_q;
   using typename Base::Cta;
   using typename Base::LeftOperand;
   using typename Base::DqPart;
@@ -280,6 +292,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config, HopperGradientCta<Config>:
   __device__ void run() {
     Base::clear(dk_sums);
     if (cta.has_steps()) process_tiles();
+    peer.finish();
     Cta::sync_consumers();
     if constexpr (wants_k) Base::write_dk(dk_sums);
   }
@@ -290,6 +303,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config, HopperGradientCta<Config>:
     if constexpr (wants_q) ptx::mbarrier_wait(cta.keys_full(), 0);
     Step step = cta.first_step();
     start_next();
+    send_next();
     while (!cta.is_last(step)) {
       process_tile<false>(step);
       step = cta.next_step(step);
@@ -309,13 +323,25 @@ struct HopperKeyConsumer : HopperWideProducts<Config, HopperGradientCta<Config>:
     }
   }
 
+  // In a cluster, completes dP^T of the next query tile and sends it to the peer CTA.
+  __device__ void send_next() {
+    if constexpr (wants_ds && Cta::ranks > 1) {
+      Base::template wait<0>(gradients);
+      peer.send(gradients);
+      release_dout();
+    }
+  }
+  __device__ void release_dout() {
+    arrive_warp(cta.dout_empty(dout_ring.index));
+    dout_ring.advance();
+  }
+
   // Processes a tile whose dP is in flight. Unless `Last`, ends with the next tile's dP in flight.
   template <bool Last>
   __device__ void process_tile(const Step& step) {
     LeftOperand left_ds;
     if constexpr (wants_ds) softmax_backward(left_ds, cta.is_masked(step));
-    arrive_warp(cta.dout_empty(dout_ring.index));
-    dout_ring.advance();
+    if constexpr (!wants_ds || Cta::ranks == 1) release_dout();
     if constexpr (wants_k) Base::start_dk(dk_sums, left_ds, 0);
     DqPart dq_part;
     if constexpr (wants_q) {
@@ -335,6 +361,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config, HopperGradientCta<Config>:
       start();
     }
     ds_ring.advance();
+    if constexpr (!Last) send_next();
   }
 
   __device__ void softmax_backward(LeftOperand& left_ds, bool is_masked) {
@@ -342,7 +369,8 @@ struct HopperKeyConsumer : HopperWideProducts<Config, HopperGradientCta<Config>:
     ptx::mbarrier_wait(cta.p_full(ds_ring.index), ds_ring.phase);
     receive_p(scores);
     Base::record_visible_keys(scores, is_masked, Base::load_visible_pairs(0));
-    Base::template wait<0>(gradients);
+    if constexpr (Cta::ranks == 1) Base::template wait<0>(gradients);
+    peer.receive(gradients);
     Base::compute_ds(gradients, scores, is_masked);
     Base::narrow(left_ds, gradients);
     if constexpr (wants_q) Base::write_ds(left_ds, 0);
@@ -393,7 +421,7 @@ struct HopperSemaphoreWarp {
     const DqSums<Config> all(cta.p);
     int* semaphore = all.semaphore(cta.p, cta.sequence, cta.coord.batch, step.head, step.tile);
     const int order_index = cta.order_index(step);
-    while (ptx::ld_acquire_gpu(semaphore) != order_index) {
+    while (!Cta::may_add(ptx::ld_acquire_gpu(semaphore), order_index)) {
     }
     ptx::mbarrier_arrive(cta.semaphore_acquired(lane_index));
     ptx::mbarrier_wait(cta.dq_added(lane_index), phase);

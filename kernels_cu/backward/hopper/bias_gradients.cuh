@@ -95,10 +95,10 @@ struct HopperBiasCta {
 
   __device__ unsigned slot_address(int slot) const { return shared + slot * slot_bytes; }
   __device__ unsigned rows_descriptor(int slot, int consumer) const {
-    return descriptor_address<ranks>(slot_address(slot) + consumer * 64 * Operand::box_row_bytes);
+    return matrix_address<ranks>(slot_address(slot) + consumer * 64 * Operand::box_row_bytes) / 16;
   }
   __device__ unsigned keys_descriptor(int slot) const {
-    return descriptor_address<ranks>(slot_address(slot) + Operand::bytes);
+    return matrix_address<ranks>(slot_address(slot) + Operand::bytes) / 16;
   }
   __device__ unsigned bias_address(int consumer) const {
     return shared + bias_offset + consumer * BiasTile::bytes;

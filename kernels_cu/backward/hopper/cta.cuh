@@ -44,12 +44,12 @@ struct GradientMaps {
 
 #if __CUDA_ARCH__ == 900
 
-// Returns an address as matrix descriptors hold it, in units of 16 bytes. In a cluster of `ranks`
-// CTAs, the upper bits of an address hold the CTA's rank, and are dropped from descriptors.
+// Returns an address for use in matrix descriptors. In a cluster of `ranks` CTAs, the upper bits of
+// an address hold the CTA's rank, and are dropped from descriptors.
 template <int ranks>
-__device__ unsigned descriptor_address(unsigned address) {
+__device__ unsigned matrix_address(unsigned address) {
   constexpr unsigned window_bytes = 1 << 18;
-  return (ranks == 1 ? address : address % window_bytes) / 16;
+  return ranks == 1 ? address : address % window_bytes;
 }
 
 // Synchronizes all threads of a cluster of `ranks` CTAs.

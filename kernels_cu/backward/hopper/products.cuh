@@ -119,10 +119,11 @@ struct HopperGradientProducts {
                                int part) const {
     ptx::pin(scores);
     ptx::wgmma_fence();
-    const unsigned rows = rows_of<QueryTile>(cta.queries_address(stage), part);
+    const unsigned left = matrix_address(cta.keys_address());
+    const unsigned rows = rows_of<QueryTile>(matrix_address(cta.queries_address(stage)), part);
 #pragma unroll
     for (int step = 0; step < k_steps; ++step) {
-      multiply<KeyTile, QueryTile>(scores, keys, cta.keys_address(), rows, step, step != 0);
+      multiply<KeyTile, QueryTile>(scores, keys, left, rows, step, step != 0);
     }
     ptx::wgmma_commit_group();
   }
@@ -140,10 +141,12 @@ struct HopperGradientProducts {
     }
     ptx::pin(gradients);
     ptx::wgmma_fence();
-    const unsigned rows = rows_of<DoutTile>(cta.dout_address(dout_ring.index), part);
+    const unsigned left = matrix_address(cta.values_address());
+    const unsigned rows =
+        rows_of<DoutTile>(matrix_address(cta.dout_address(dout_ring.index)), part);
 #pragma unroll
     for (int step = 0; step < k_steps_v; ++step) {
-      multiply<ValueTile, DoutTile>(gradients, values, cta.values_address(), rows, step, true);
+      multiply<ValueTile, DoutTile>(gradients, values, left, rows, step, true);
       between(step);
     }
     ptx::wgmma_commit_group();
@@ -155,14 +158,15 @@ struct HopperGradientProducts {
   __device__ void multiply(Scores& sums, const unsigned (&kept)[Count], unsigned left,
                            unsigned rows, int step, bool accumulate) const {
     const unsigned long long right =
-        Tile::k_along_columns() + descriptor_address<Cta::ranks>(rows + Tile::column_step(step));
+        Tile::k_along_columns() + (rows + Tile::column_step(step)) / 16;
     if constexpr (Count > 1) {
       Wgmma<Element, columns>::multiply_k_contiguous(sums, kept + 4 * step, right, accumulate);
     } else {
-      const unsigned left_rows = consumer_rows<LeftTile>(left) + LeftTile::column_step(step);
       Wgmma<Element, columns>::multiply(
-          sums, LeftTile::k_along_columns() + descriptor_address<Cta::ranks>(left_rows), right,
-          accumulate);
+          sums,
+          LeftTile::k_along_columns() +
+              (consumer_rows<LeftTile>(left) + LeftTile::column_step(step)) / 16,
+          right, accumulate);
     }
   }
 
@@ -200,7 +204,7 @@ struct HopperGradientProducts {
   template <class Tile, int Columns>
   __device__ static void start_sums(float (&sums)[Columns / 2], const LeftOperand& left,
                                     unsigned rows) {
-    const unsigned long long right = Tile::k_along_rows() + descriptor_address<Cta::ranks>(rows);
+    const unsigned long long right = Tile::k_along_rows() + matrix_address(rows) / 16;
     ptx::pin(sums);
     ptx::wgmma_fence();
 #pragma unroll
@@ -214,13 +218,13 @@ struct HopperGradientProducts {
   // Issues dQ = dS K for the consumer's rows or, if it has all rows, for a chunk of its columns.
   template <int Chunk>
   __device__ void start_dq(DqPart& sums) const {
-    const unsigned rows = cta.ds_address(ds_ring.index) +
+    const unsigned rows = matrix_address(cta.ds_address(ds_ring.index)) +
                           (Fragments::by_rows ? 64 * consumer * DsTile::box_row_bytes : 0);
-    const unsigned keys =
-        cta.keys_address() + (Cta::first_dq_column(consumer) + Chunk * dq_columns) /
+    const unsigned keys = matrix_address(cta.keys_address()) +
+                          (Cta::first_dq_column(consumer) + Chunk * dq_columns) /
                                  KeyTile::box_columns * KeyTile::box_bytes;
-    const unsigned long long ds = DsTile::k_along_columns() + descriptor_address<Cta::ranks>(rows);
-    const unsigned long long k = KeyTile::k_along_rows() + descriptor_address<Cta::ranks>(keys);
+    const unsigned long long ds = DsTile::k_along_columns() + rows / 16;
+    const unsigned long long k = KeyTile::k_along_rows() + keys / 16;
     ptx::pin(sums);
     ptx::wgmma_fence();
 #pragma unroll
@@ -229,6 +233,12 @@ struct HopperGradientProducts {
                                                k + KeyTile::row_step(step) / 16, step != 0);
     }
     ptx::wgmma_commit_group();
+  }
+
+  // Returns an address for use in matrix descriptors, to which constant offsets may be added. In a
+  // cluster, the copy makes the compiler compute it again: there are no registers to keep addresses.
+  __device__ static unsigned matrix_address(unsigned address) {
+    return ::matrix_address<Cta::ranks>(Cta::ranks == 1 ? address : ptx::mov(address));
   }
 
   // Return the addresses of the consumer's first key in a KV tile, and of a part in a query tile.

@@ -91,10 +91,11 @@ struct WarpgroupFragments {
 
 // Tile coordinates of a CTA, and the query tiles that it iterates over. Kept in shared memory if
 // both head dims are 256: 468 instead of 451 TFLOP/s (H200, 16384 tokens). For smaller head dims,
-// spilling a few registers is faster.
+// spilling a few registers is faster. In clusters, up to 100 bytes per thread would be spilled.
 template <class Config>
 struct HopperGradientBlockInfo {
-  static constexpr bool is_shared = Config::padded_dim + Config::padded_dim_v == 512;
+  static constexpr bool is_shared =
+      Config::padded_dim + Config::padded_dim_v == 512 || Config::cta_ranks > 1;
 
   GradientTileCoord coord;
   Sequence sequence;

@@ -380,7 +380,7 @@ def _may_descend(problem: Problem) -> bool:
 
 
 def _ascending_blocks(problem: Problem, device: Device, blocks: int, keys: int) -> int:
-    """Return the number of KV tiles before the last section, see `tile_coord.cuh`.
+    """Return the number of thread blocks, or pairs, before the last section (`tile_coord.cuh`).
 
     The last section has about two thread blocks per SM: in a simulation of 16384 tokens and 16
     heads, the SMs were then busy for 97% of the time, instead of 90% without such a section.

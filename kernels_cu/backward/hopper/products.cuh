@@ -158,15 +158,15 @@ struct HopperGradientProducts {
   __device__ void multiply(Scores& sums, const unsigned (&kept)[Count], unsigned left,
                            unsigned rows, int step, bool accumulate) const {
     const unsigned long long right =
-        Tile::k_along_columns() + (rows + Tile::column_step(step)) / 16;
+        descriptor(Tile::k_along_columns(), rows, Tile::column_step(step));
     if constexpr (Count > 1) {
       Wgmma<Element, columns>::multiply_k_contiguous(sums, kept + 4 * step, right, accumulate);
     } else {
-      Wgmma<Element, columns>::multiply(
-          sums,
-          LeftTile::k_along_columns() +
-              (consumer_rows<LeftTile>(left) + LeftTile::column_step(step)) / 16,
-          right, accumulate);
+      Wgmma<Element, columns>::multiply(sums,
+                                        descriptor(LeftTile::k_along_columns(),
+                                                   consumer_rows<LeftTile>(left),
+                                                   LeftTile::column_step(step)),
+                                        right, accumulate);
     }
   }
 
@@ -235,10 +235,20 @@ struct HopperGradientProducts {
     ptx::wgmma_commit_group();
   }
 
-  // Returns an address for use in matrix descriptors, to which constant offsets may be added. In a
-  // cluster, the copy makes the compiler compute it again: there are no registers to keep addresses.
+  // Returns the matrix descriptor of the operand `offset` bytes after an address. In a cluster, a sum
+  // of 64 bits would take twice as many instructions between two products.
+  __device__ static unsigned long long descriptor(unsigned long long layout, unsigned address,
+                                                  int offset) {
+    if constexpr (Cta::ranks == 1) return layout + (address + offset) / 16;
+    const unsigned low = unsigned(layout) + address / 16 + offset / 16;
+    return layout >> 32 << 32 | low;
+  }
+
+  // Returns an address for use in matrix descriptors. In a cluster, the shuffle tells the compiler
+  // that the address is uniform within a warp. It also makes the compiler compute the address each
+  // time: kept addresses cost 130 bytes of spills per thread (head_dim 512).
   __device__ static unsigned matrix_address(unsigned address) {
-    return ::matrix_address<Cta::ranks>(Cta::ranks == 1 ? address : ptx::mov(address));
+    return ::matrix_address<Cta::ranks>(Cta::ranks == 1 ? address : __shfl_sync(~0u, address, 0));
   }
 
   // Return the addresses of the consumer's first key in a KV tile, and of a part in a query tile.

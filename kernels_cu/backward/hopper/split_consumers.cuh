@@ -13,6 +13,10 @@
 //   dv consumer   S(i + 1) dV(i) | P(i + 1) | dQ(i), first | dQ(i), second
 //   dk consumer   ...... dS(i) -> dK(i)  dQ(i), first | dQ(i), second | dP(i + 1)
 //
+// In a cluster (peer_exchange.cuh), S and dP are sums over half of the columns. A consumer sends them
+// to the peer CTA once their product is complete, and receives the peer's before it needs them: the
+// dv consumer before P, the dk consumer before dS.
+//
 // No barrier signals that a buffer is empty. The dv consumer writes P to a buffer once dS of the
 // tile that used it has arrived, and the dk consumer wrote that dS after it had read P. The dk
 // consumer writes dS once P of the same tile has arrived, and the dv consumer sent that P after its

@@ -235,8 +235,8 @@ struct HopperGradientProducts {
     ptx::wgmma_commit_group();
   }
 
-  // Returns the matrix descriptor of the operand `offset` bytes after an address. In a cluster, a sum
-  // of 64 bits would take twice as many instructions between two products.
+  // Returns the matrix descriptor of the operand `offset` bytes after an address. In a cluster, a
+  // sum of 64 bits would take twice as many instructions between two products.
   __device__ static unsigned long long descriptor(unsigned long long layout, unsigned address,
                                                   int offset) {
     if constexpr (Cta::ranks == 1) return layout + (address + offset) / 16;

@@ -13,9 +13,9 @@
 //   dv consumer   S(i + 1) dV(i) | P(i + 1) | dQ(i), first | dQ(i), second
 //   dk consumer   ...... dS(i) -> dK(i)  dQ(i), first | dQ(i), second | dP(i + 1)
 //
-// In a cluster (peer_exchange.cuh), S and dP are sums over half of the columns. A consumer sends them
-// to the peer CTA once their product is complete, and receives the peer's before it needs them: the
-// dv consumer before P, the dk consumer before dS.
+// In a cluster (peer_exchange.cuh), S and dP are sums over half of the columns. A consumer sends
+// them to the peer CTA once their product is complete, and adds those of the peer CTA when it needs
+// the sum: the dv consumer for P, the dk consumer for dS.
 //
 // No barrier signals that a buffer is empty. The dv consumer writes P to a buffer once dS of the
 // tile that used it has arrived, and the dk consumer wrote that dS after it had read P. The dk
@@ -198,7 +198,7 @@ struct HopperValueConsumer
   template <bool Last>
   __device__ void process_tile(const Step& step) {
     constexpr bool has_next_p = ahead && !Last;
-    // While the peer CTA's scores are on their way, dV is completed, so that dout is loaded earlier.
+    // While the peer CTA's scores are on their way, dV completes. The next dout is loaded earlier.
     constexpr bool completes_dv_first = has_next_p && Cta::ranks > 1;
     if constexpr (!ahead) softmax_backward(left_p, step);
     Scores next;

@@ -319,8 +319,8 @@ struct HopperGradientCta {
   __device__ unsigned peer_address(int warp) const {
     return shared + peer_offset + warp * peer_warp_bytes;
   }
-  // Returns the row statistics of a stage: first lse_log2 of each row, then -delta of each row. In a
-  // cluster, dP is a sum over both CTAs, so the second CTA has zeros instead of -delta.
+  // Returns the row statistics of a stage: first lse_log2 of each row, then -delta of each row. dP
+  // of a cluster is a sum over both CTAs, so the second CTA has zeros instead of -delta.
   __device__ float* stats(int stage) const {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     return reinterpret_cast<float*>(shared_memory + stats_offset) + stage * 2 * Br;
@@ -367,8 +367,8 @@ struct HopperGradientCta {
     return barrier(ring_barriers + other_barriers + stage);
   }
   __device__ unsigned dout_arrived(int stage) const { return q_arrived(Config::q_stages + stage); }
-  // Barriers of a consumer warp for the sums that its peer warp sends, and for the reads of the peer
-  // warp (peer_exchange.cuh).
+  // Barriers of a consumer warp for the sums that its peer warp sends, and for the reads of the
+  // peer warp (peer_exchange.cuh).
   __device__ unsigned peer_full(int warp) const { return barrier(first_peer_barrier + warp); }
   __device__ unsigned peer_read(int warp) const { return peer_full(peer_warps + warp); }
 

@@ -350,7 +350,7 @@ def backward_calls() -> Iterator[tuple[GradientCall, str]]:
         rng = np.random.default_rng(number)
         yield random_gradient_call(rng, dtype, kind, longest=(150, 200)), family
     for number, (head_dim, kind) in enumerate(
-        itertools.product((40, 64, 128, 192, 256), GRADIENT_KINDS)
+        itertools.product((40, 64, 128, 192, 256, 512), GRADIENT_KINDS)
     ):
         rng = np.random.default_rng(number)
         dtype = ("float16", "bfloat16")[number % 2]

@@ -132,12 +132,15 @@ class Launch:
         shared_memory: int = 0,
         min_blocks: int | None = None,
         *,
+        ranks: int = 1,
+        cluster: int = 0,
         arguments: tuple[str, ...] = ("gradients",),
         source: str | None = None,
     ) -> Launch:
-        """Return a launch of a backward pass, with all of its thread blocks along one axis."""
+        """Return a launch of a backward pass: `ranks` thread blocks for each of `blocks` tiles."""
         return cls(
-            *(entry, function, (blocks, 1, 1), threads, shared_memory, min_blocks),
+            *(entry, function, (blocks, 1, ranks), threads, shared_memory, min_blocks),
+            cluster=cluster,
             arguments=arguments,
             source=source,
         )

@@ -7,9 +7,9 @@
 // Either the last CTA of that order writes dq (`last_writes`), or another kernel does.
 //
 // Two consumer warpgroups issue wgmma: each has half of the keys (hopper/consumer.cuh) or, for wide
-// heads, half of the products (hopper/split_consumers.cuh). Pairs of CTAs for wide heads exchange
-// dS; a pair then counts as one CTA in the dq order. Warps of the producer warpgroup load
-// tiles and add dq (hopper/producer_warps.cuh).
+// heads, half of the products (hopper/split_consumers.cuh). Warps of the producer warpgroup load
+// tiles and add dq (hopper/producer_warps.cuh). For wide heads, two CTAs may be a cluster, which
+// counts as one CTA in the dq order (hopper/cta.cuh).
 #include "backward/hopper/consumer.cuh"
 #include "backward/hopper/listed_tiles.cuh"
 #include "backward/hopper/producer_warps.cuh"
@@ -44,7 +44,8 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
     ptx::prefetch_tensormap(&maps.v);
     ptx::prefetch_tensormap(&maps.dout);
   }
-  Cta::sync_start();
+  // Nothing may be sent to a CTA before its barriers are initialized.
+  sync_start<Cta::ranks>();
   // The shuffle tells the compiler that `warp` is uniform within a warp.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp < 4) {
@@ -78,13 +79,15 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
       HopperKeyConsumer<Config>(cta, 1).run();
     }
   }
-  Cta::sync_pair();
+  // The peer has then received all dS, so that no copy is in flight when a CTA exits. Consumers that
+  // exchange scores wait for their peers themselves.
+  if constexpr (Cta::exchanges_ds) wait_for_cluster<Cta::ranks>();
 }
 
 // Kernel that writes dq if the consumers of the main kernel do not.
 template <class Config>
 __device__ void hopper_query_gradients(const GradientParams& p) {
-  using Tile = DqTile<Config, typename HopperGradientCta<Config>::Fragments>;
+  using Tile = DqTile<Config, TileFragments<HopperGradientCta<Config>>>;
   __shared__ typename Tile::Shared shared;
   Tile::write(p, shared);
 }

@@ -67,7 +67,7 @@ def test_it_is_the_first_choice_where_it_serves() -> None:
     assert next(iter(FAMILIES["backward"])) == "hopper"
 
 
-@pytest.mark.parametrize("head_dim", [8, 64, 72, 96, 128, 136, 192, 256])
+@pytest.mark.parametrize("head_dim", [8, 64, 72, 96, 128, 136, 192, 256, 264, 384, 512])
 @pytest.mark.parametrize("wrt", [("q", "k", "v"), ("q",), ("k",), ("v",)])
 def test_every_head_dim_whose_rows_are_whole_chunks_has_a_tile_that_fits(
     head_dim: int, wrt: tuple[str, ...]
@@ -80,7 +80,7 @@ def test_every_head_dim_whose_rows_are_whole_chunks_has_a_tile_that_fits(
 
 
 def test_head_dims_that_differ_have_a_tile_too() -> None:
-    for dims in ((64, 128), (128, 64), (192, 128), (64, 256)):
+    for dims in ((64, 128), (128, 64), (192, 128), (64, 256), (64, 512), (512, 8), (320, 448)):
         assert hopper.why_not(problem(*dims), h100) is None, dims
 
 
@@ -103,13 +103,55 @@ def test_other_architectures_have_no_wgmma() -> None:
         assert "wgmma" in (hopper.why_not(problem(), device_for_arch(name)) or "")
 
 
-def test_heads_over_256_columns_are_refused() -> None:
-    reason = "accumulating dk and dv needs too many registers for head dims over 256"
-    for head_dim, head_dim_v in ((257, 64), (64, 257), (512, 512)):
+def test_heads_over_512_columns_are_refused() -> None:
+    reason = "accumulating dk and dv needs too many registers for head dims over 512"
+    for head_dim, head_dim_v in ((520, 64), (64, 520), (576, 512)):
         assert hopper.why_not(problem(head_dim, head_dim_v=head_dim_v), h100) == reason
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_heads_over_256_columns_are_refused_if_scores_are_modified_or_batches_not_dense() -> None:
+    reason = "head dims over 256 need dense batches and unmodified scores"
+    assert hopper.why_not(masked(problem(256)), h100) is None
+    assert hopper.why_not(masked(problem(264)), h100) == reason
+    lengths = dataclasses.replace(problem(64).layout, kind="padded")
+    for head_dim, expected in ((256, None), (264, reason)):
+        padded = dataclasses.replace(problem(head_dim), layout=lengths)
+        assert hopper.why_not(padded, h100) == expected
+
+
+def launches_of(schedule: Schedule) -> dict[str, tuple[tuple[int, int, int], int]]:
+    """Return the grid and the cluster of each launch."""
+    return {launch.entry: (launch.grid, launch.cluster) for launch in schedule.launches}
+
+
+def test_two_thread_blocks_of_a_cluster_have_half_of_the_columns_of_wide_heads() -> None:
+    whole, divided = problem(256, seqlen=4000, heads=4), problem(512, seqlen=4000, heads=4)
+    found = launches_of(schedule_of(divided))
+    assert found["key_gradients"] == ((63 * 4 * 4, 1, 2), 2)
+    assert found["query_gradients"] == ((63 * 4 * 4, 1, 2), 0)
+    alone = launches_of(schedule_of(whole))
+    assert alone["key_gradients"] == ((63 * 4 * 4, 1, 1), 0)
+    assert alone["query_gradients"] == ((63 * 4 * 4, 1, 1), 0)
+    # Each dq tile has one semaphore and the sums of both thread blocks.
+    sums = 63 * 4 * 4 * 64 * 4
+    assert schedule_of(divided).workspace - schedule_of(whole).workspace == sums * 256
+    # A buffer and two barriers of each consumer warp receive the sums of the other thread block.
+    tile = HopperBackwardTile(64, 64, dout_stages=1)
+    more = hopper.shared_memory(divided, tile) - hopper.shared_memory(whole, tile)
+    assert more == 8 * (16 * 64 * 4 + 2 * 8)
+
+
+def test_clusters_of_the_last_section_are_half_as_many() -> None:
+    def last(head_dim: int) -> int:
+        how = {"head_dim": head_dim, "batch": 1, "seqlen": 512, "heads": 100}
+        blocks, params = blocks_and_params(causal=True, **how)
+        return blocks - params["ascending_blocks"]
+
+    # 264 and 132 thread blocks are 33 and about 16 heads of 8 KV tiles.
+    assert (last(256), last(512)) == (33 * 8, 16 * 8)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256, 320, 512])
 def test_the_search_space_is_small_and_holds_the_default(head_dim: int) -> None:
     of = problem(head_dim)
     tiles = list(hopper.tiles(of, h100))
@@ -170,6 +212,12 @@ def test_tensor_maps_are_of_what_is_read_and_boxes_are_tiles() -> None:
         ((192, 128), (192, 128)),
         ((64, 192), (128, 192)),
         ((200, 200), (256, 256)),
+        # Above 256, columns of each thread block of a pair.
+        ((264, 264), (192, 192)),
+        ((384, 384), (192, 192)),
+        ((392, 512), (256, 256)),
+        ((40, 512), (128, 256)),
+        ((512, 40), (256, 64)),
     ],
 )
 def test_columns_are_whole_boxes_and_no_more(
@@ -190,6 +238,12 @@ def test_wide_heads_have_the_buffers_that_shared_memory_has_space_for() -> None:
     assert hopper.default_tile(problem(192, 128, seqlen=64), h100) == more
     added = hopper.shared_memory(problem(192), buffered) - hopper.shared_memory(problem(192), plain)
     assert added == 2 * 64 * 64 * 2 + 64 * 192 * 4
+
+
+def test_pairs_of_thread_blocks_compute_p_a_tile_ahead() -> None:
+    ahead = HopperBackwardTile(64, 64, dout_stages=1, exchange_stages=2)
+    assert hopper.default_tile(problem(512), h100) == ahead
+    assert hopper.default_tile(problem(384), h100) == dataclasses.replace(ahead, dout_stages=2)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from cupy_flash.families.contract import (
     why_not_shared_memory,
 )
 from cupy_flash.families.hopper import bias_gradients
+from cupy_flash.families.hopper.cta_columns import MAX_COLUMNS, cta_ranks
 from cupy_flash.families.hopper.sm90 import BARRIER_BYTES, WARPGROUP, WARPGROUP_ROWS, why_not_device
 from cupy_flash.families.hopper.tensor_maps import map_spec, why_not_rows, why_not_strides
 from cupy_flash.families.schedule import (
@@ -39,8 +40,9 @@ from cupy_flash.problem.tile import Tile
 # more than 64 takes three boxes of half that width instead of two (tile/tma_tile.cuh).
 _BOX_COLUMNS = 64
 _WIDEST_OF_HALF_BOXES = 96
-# Largest head_dim and head_dim_v that the family serves.
-_WIDEST = 256
+# Largest head_dim and head_dim_v that the family serves: half of the columns for each thread block
+# of a cluster of two.
+_WIDEST = 2 * MAX_COLUMNS
 # Largest head dim for which a consumer warpgroup holds both dk and dv of 64 keys.
 _WIDEST_WHOLE = 128
 # Number of registers of a producer thread and of a consumer thread. Together, the warpgroups take
@@ -53,6 +55,8 @@ _MORE_PRODUCER_REGISTERS = (40, 232)
 _STATE_REGISTERS = 24
 # Number of barriers in addition to those of the ring stages.
 _OTHER_BARRIERS = 13
+# Number of warps of a thread block that receive scores from another one, and of barriers of each.
+_PEER_WARPS, _PEER_BARRIERS = 8, 2
 # Size in bytes of `HopperGradientBlockInfo`: a thread block's keys and its range of query tiles.
 _BLOCK_INFO_BYTES = 112
 # Size in bytes of the statistics of a query row: its log-sum-exp and delta.
@@ -92,8 +96,9 @@ class HopperBackwardTile(Tile):
         For wide heads, whether dq sums are added from buffers in shared memory (1) or from
         registers (0). Narrow heads take 0, and always have these buffers.
     pair
-        Number of thread blocks of a cluster. For wide heads, two may exchange dS, so that each adds
-        half of the columns of dq. Narrow heads take 1.
+        Number of KV tiles of a cluster that has a thread block for each. For wide heads, the thread
+        blocks of two may exchange dS, so that each adds half of the columns of dq. Narrow heads,
+        and heads whose columns two thread blocks divide, take 1.
     """
 
     columns: int = 64
@@ -147,6 +152,9 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             return reason
         if max(problem.head_dim, problem.head_dim_v) > _WIDEST:
             return f"accumulating dk and dv needs too many registers for head dims over {_WIDEST}"
+        is_plain = problem.layout.is_dense and problem.score is None
+        if cta_ranks(problem) > 1 and not is_plain:
+            return f"head dims over {MAX_COLUMNS} need dense batches and unmodified scores"
         if 0 in problem.shape_of("q") or 0 in problem.shape_of("k"):
             return "TMA cannot address arrays without rows"
         tile = HopperBackwardTile(WARPGROUP_ROWS, WARPGROUP_ROWS)
@@ -244,6 +252,9 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             total += _PAIR_STAGES * pairs
         if gradient.wants("q") and (tile.buffers_dq or not _is_wide(problem)):
             total += tile.Br * dim * 4 // tile.pair
+        if cta_ranks(problem) > 1:
+            scores = WARPGROUP_ROWS // 4 * tile.Br * 4
+            total += _PEER_WARPS * (scores + _PEER_BARRIERS * BARRIER_BYTES)
         slots = tile.q_stages + tile.dout_stages
         # Each stage has barriers for full and empty and, if tiles are inspected, for arrived.
         arrives = not problem.layout.is_dense or backward_common.inspects(problem)
@@ -260,17 +271,22 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         keys = tile.pair * tile.Bc
         kv_blocks, query_blocks = backward_common.count_blocks(problem, keys, tile.Br)
         chunks = _query_chunks(problem, device, tile)
+        resources = self.threads(tile), self.shared_memory(problem, tile), 1
+        ranks = _cluster(problem, tile)
         launches = [
-            Launch(
-                *(KEY_GRADIENTS, "hopper_gradients", (kv_blocks * chunks.blocks, 1, tile.pair)),
-                *(self.threads(tile), self.shared_memory(problem, tile), 1),
-                cluster=tile.pair if tile.pair > 1 else 0,
+            Launch.of_gradients(
+                *(KEY_GRADIENTS, "hopper_gradients", kv_blocks * chunks.blocks, *resources),
+                ranks=ranks,
+                cluster=ranks if ranks > 1 else 0,
                 arguments=("gradient_maps", "gradients"),
             )
         ]
         if problem.gradient_spec.wants("q") and not _last_writes(problem):
             entry, function = QUERY_GRADIENTS, "hopper_query_gradients"
-            launches.append(Launch.of_gradients(entry, function, query_blocks, _SUM_THREADS))
+            parts = cta_ranks(problem)
+            launches.append(
+                Launch.of_gradients(entry, function, query_blocks, _SUM_THREADS, ranks=parts)
+            )
         blocks = kv_blocks * chunks.blocks
         schedule = backward_common.schedule(
             problem,
@@ -288,7 +304,8 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
 
     def _sums(self, problem: Problem, tile: HopperBackwardTile) -> QuerySums:
         gradient = problem.gradient_spec
-        return QuerySums(tile.Br, _padded_dims(problem)[0] if gradient.wants("q") else 0)
+        columns = cta_ranks(problem) * _padded_dims(problem)[0]
+        return QuerySums(tile.Br, columns if gradient.wants("q") else 0)
 
     def config(
         self, problem: Problem, tile: HopperBackwardTile, split: Split
@@ -303,6 +320,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             "producer_registers": producer_registers,
             "consumer_registers": consumer_registers,
             "wide": _is_wide(problem),
+            "cta_ranks": cta_ranks(problem),
             "shared_memory": self.shared_memory(problem, tile),
             **{f"wants_{name}": gradient.wants(name) for name in ROWS},
         }
@@ -319,6 +337,11 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
 def _is_wide(problem: Problem) -> bool:
     """Return whether dk and dv of 64 keys need the registers of two consumers."""
     return max(problem.head_dim, problem.head_dim_v) > _WIDEST_WHOLE
+
+
+def _cluster(problem: Problem, tile: HopperBackwardTile) -> int:
+    """Return the number of thread blocks of a cluster, for KV tiles or parts of the columns."""
+    return tile.pair * cta_ranks(problem)
 
 
 def _max_tiles(problem: Problem) -> tuple[int, int]:
@@ -382,7 +405,7 @@ def _may_descend(problem: Problem) -> bool:
 def _ascending_blocks(
     problem: Problem, device: Device, blocks: int, tile: HopperBackwardTile
 ) -> int:
-    """Return the number of thread blocks, or pairs, before the last section (`tile_coord.cuh`).
+    """Return the number of thread blocks, or clusters, before the last section (`tile_coord.cuh`).
 
     The last section has about two thread blocks per SM: in a simulation of 16384 tokens and 16
     heads, the SMs were then busy for 97% of the time, instead of 90% without such a section.
@@ -390,8 +413,8 @@ def _ascending_blocks(
     if not _may_descend(problem) or problem.layout.packed_k:
         return blocks
     tiles = ceil_div(problem.seqlen_k, tile.pair * tile.Bc)
-    heads = max(1, round(2 * device.sm_count / (tile.pair * tiles)))
-    return max(0, blocks - heads * tiles)
+    slots = device.sm_count // _cluster(problem, tile)
+    return max(0, blocks - max(1, round(2 * slots / tiles)) * tiles)
 
 
 def _register_split(problem: Problem, tile: HopperBackwardTile) -> tuple[int, int]:
@@ -404,11 +427,12 @@ def _register_split(problem: Problem, tile: HopperBackwardTile) -> tuple[int, in
 
 
 def _padded_dims(problem: Problem) -> tuple[int, int]:
-    """Return the number of columns of q and k, and of v and dout, in shared memory.
+    """Return the number of columns of q and k, and of v and dout, of a thread block.
 
     For wide heads, each consumer computes at least one box of columns of dq.
     """
-    dims = problem.head_dim, problem.head_dim_v
+    ranks = cta_ranks(problem)
+    dims = ceil_div(problem.head_dim, ranks), ceil_div(problem.head_dim_v, ranks)
     # The kernel of bias gradients reads the same tensor maps, by whole boxes.
     may_halve = max(dims) <= _WIDEST_OF_HALF_BOXES and not bias_gradients.serves(problem)
     dim, dim_v = (
@@ -435,8 +459,9 @@ def _why_not_pair(problem: Problem, tile: HopperBackwardTile) -> str | None:
     """Return why a tile cannot have pairs of thread blocks, or None if it can or has none."""
     if tile.pair == 1:
         return None
-    if tile.pair != 2 or not _is_wide(problem):
-        return f"pair is {tile.pair}; expected {'1 or 2' if _is_wide(problem) else '1'}"
+    may_pair = _is_wide(problem) and cta_ranks(problem) == 1
+    if tile.pair != 2 or not may_pair:
+        return f"pair is {tile.pair}; expected {'1 or 2' if may_pair else '1'}"
     if not problem.gradient_spec.wants("q"):
         return "pairs of thread blocks divide the columns of dq, which is not wanted"
     if not problem.layout.is_dense or (problem.score is not None and problem.score.masks_pairs):
@@ -482,6 +507,9 @@ def _section(problem: Problem, device: Device, chunks: QueryChunks) -> int:
 def _preferred_tiles(problem: Problem) -> tuple[HopperBackwardTile, ...]:
     """Return tiles from the best to the worst, by resource arithmetic without measurements."""
     tile = HopperBackwardTile
+    if cta_ranks(problem) > 1:
+        ahead = [tile(64, 64, 64, 2, n, exchange_stages=2) for n in (2, 1)]
+        return (*ahead, tile(64, 64, dout_stages=1))
     if _is_wide(problem):
         buffered = [tile(64, 64, 64, n, exchange_stages=2, buffers_dq=1) for n in (3, 2)]
         single = (*buffered, tile(64, 64))

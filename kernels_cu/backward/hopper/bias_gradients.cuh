@@ -91,19 +91,14 @@ struct HopperBiasCta {
 
   __device__ Sequence sequence(int batch) const { return sequence_of<Config>(p, batch); }
 
-  // ---- Shared memory. Matrix descriptors hold addresses in units of 16 bytes. In a cluster, the
-  // ---- upper bits of an address hold the CTA's rank, and are dropped from descriptors.
+  // ---- Shared memory.
 
   __device__ unsigned slot_address(int slot) const { return shared + slot * slot_bytes; }
   __device__ unsigned rows_descriptor(int slot, int consumer) const {
-    return descriptor_address(slot_address(slot) + consumer * 64 * Operand::box_row_bytes);
+    return matrix_address<ranks>(slot_address(slot) + consumer * 64 * Operand::box_row_bytes) / 16;
   }
   __device__ unsigned keys_descriptor(int slot) const {
-    return descriptor_address(slot_address(slot) + Operand::bytes);
-  }
-  __device__ static unsigned descriptor_address(unsigned address) {
-    constexpr unsigned window_bytes = 1 << 18;
-    return (ranks == 1 ? address : address % window_bytes) / 16;
+    return matrix_address<ranks>(slot_address(slot) + Operand::bytes) / 16;
   }
   __device__ unsigned bias_address(int consumer) const {
     return shared + bias_offset + consumer * BiasTile::bytes;
@@ -144,16 +139,6 @@ struct HopperBiasCta {
     ptx::fence_mbarrier_init();
   }
 
-  // Waits until all threads of the CTA and of its cluster have arrived.
-  __device__ static void sync() {
-    if constexpr (ranks == 1) {
-      __syncthreads();
-    } else {
-      __syncwarp();
-      ptx::cluster_arrive();
-      ptx::cluster_wait();
-    }
-  }
   __device__ static void sync_consumers() { NamedBarrier<128 * consumers>{1}.sync(); }
 };
 
@@ -693,7 +678,7 @@ __device__ void compute_hopper_bias_gradient(const GradientMaps& maps, const Gra
     ptx::prefetch_tensormap(&maps.dout);
   }
   // Other CTAs of the cluster also use the barriers.
-  Cta::sync();
+  sync_start<Cta::ranks>();
   // The shuffle tells the compiler that `warp` is uniform within a warp.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp < 4) {
@@ -708,7 +693,11 @@ __device__ void compute_hopper_bias_gradient(const GradientMaps& maps, const Gra
     HopperBiasConsumer<Config, Gradient>(cta, warp / 4 - 1).run();
   }
   // A CTA must not exit while the other one still loads into its slots or releases slots to it.
-  if constexpr (Cta::ranks > 1) Cta::sync();
+  if constexpr (Cta::ranks > 1) {
+    __syncwarp();
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+  }
 }
 
 template <class Config, class Input, class Offset, int Rank, bool ContiguousLast>

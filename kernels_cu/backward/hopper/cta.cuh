@@ -11,13 +11,18 @@
 //                       earlier_sums_full              write dq               sums_full
 //
 // For wide heads (split_consumers.cuh) without a dq buffer, consumers add dq to memory, and the two
-// adder lanes only operate the semaphore. Pairs of CTAs with wide heads exchange dS.
+// adder lanes only operate the semaphore.
 //
 // A tile may contain rows past the end of its sequence, which belong to other sequences or are
 // padding, and query rows that attend to no key. If so, TMA loads arrive at separate barriers
 // (`keys_arrived`, `q_arrived`, `dout_arrived`): the row statistics warp waits for them, clears
 // those rows and then signals the consumers, because 0 times NaN is NaN. Keys that no query attends
 // to may hold NaN, too; consumers clean k before they multiply with it (preprocess/clean.cuh).
+//
+// For wide heads, two CTAs may be a cluster (`ranks`), in one of two ways. Each CTA of a pair of KV
+// tiles has its own KV tile, exchanges dS with its peer CTA, and computes half of the columns of dq
+// (split_consumers.cuh). If a head dim exceeds 256, both have the same KV tile and halves of the
+// columns of q, k, v and dout, and exchange partial scores (score_exchange.cuh).
 #pragma once
 
 #include "backward/dq/order.cuh"
@@ -40,6 +45,32 @@ struct GradientMaps {
 };
 
 #if __CUDA_ARCH__ == 900
+
+// Returns an address for use in matrix descriptors. In a cluster of `ranks` CTAs, the upper bits of
+// an address hold the CTA's rank, and are dropped from descriptors.
+template <int ranks>
+__device__ unsigned matrix_address(unsigned address) {
+  constexpr unsigned window_bytes = 1 << 18;
+  return ranks == 1 ? address : address % window_bytes;
+}
+
+// Waits for all threads of a cluster of `ranks` CTAs. No memory is published.
+template <int ranks>
+__device__ void wait_for_cluster() {
+  if constexpr (ranks > 1) {
+    __syncwarp();
+    ptx::cluster_arrive_relaxed();
+    ptx::cluster_wait();
+  }
+}
+
+// Waits until all CTAs of a cluster of `ranks` have initialized their barriers, which
+// `fence_mbarrier_init` has published, and the threads of the CTA its shared memory.
+template <int ranks>
+__device__ void sync_start() {
+  __syncthreads();
+  wait_for_cluster<ranks>();
+}
 
 // Layout of the dq sums: slabs of columns, which are stored consecutively, as accumulators of the
 // consumers. Each consumer has some of the rows or, if a tile has only 64 rows, some of the slabs.
@@ -68,12 +99,12 @@ struct WarpgroupFragments {
 
 // Tile coordinates of a CTA, and the query tiles that it iterates over. Kept in shared memory if
 // both head dims are 256: 468 instead of 451 TFLOP/s (H200, 16384 tokens). For smaller head dims,
-// spilling a few registers is faster, except with lists of query tiles: consumers for head_dim 128
-// spill 50 bytes less.
+// spilling a few registers is faster, except with lists of query tiles, where consumers for head_dim
+// 128 spill 50 bytes less, and with halves of the columns: up to 100 bytes less.
 template <class Config>
 struct HopperGradientBlockInfo {
-  static constexpr bool is_shared =
-      Config::block_mask || Config::padded_dim + Config::padded_dim_v == 512;
+  static constexpr bool is_shared = Config::block_mask || Config::cta_ranks > 1 ||
+                                    Config::padded_dim + Config::padded_dim_v == 512;
 
   // The KV tiles of a pair count as one.
   using Order = DqOrder<Config::Br, Config::pair * Config::Bc, Config>;
@@ -121,16 +152,24 @@ struct HopperGradientCta {
   static constexpr int dim = Config::padded_dim;
   static constexpr int dim_v = Config::padded_dim_v;
 
-  // Number of CTAs that exchange dS (split_consumers.cuh). Each computes an equal part of the
-  // columns of dq, from the keys of all.
-  static constexpr int pair = Config::pair;
-  static_assert(pair == 1 || (pair == 2 && wide && wants_q), "pairs exchange dS of wide heads");
+  // Numbers of KV tiles and of parts of the columns that the CTAs of a cluster divide.
+  static constexpr int kv_tiles = Config::pair;
+  static constexpr int column_parts = Config::cta_ranks;
+  static constexpr bool exchanges_ds = kv_tiles > 1;
+  static constexpr bool exchanges_scores = column_parts > 1;
+  // Number of CTAs of a cluster, and index of this one.
+  static constexpr int ranks = kv_tiles * column_parts;
+  static_assert(ranks == 1 || (ranks == 2 && wide), "two CTAs divide one of them, for wide heads");
+  static_assert(!exchanges_ds || wants_q, "dS is exchanged for dq");
+  __device__ static int rank() { return ranks == 1 ? 0 : blockIdx.z; }
+  // Returns the index of the CTA's part of the columns of q, k, v and dout.
+  __device__ static int column_part() { return exchanges_scores ? rank() : 0; }
 
-  // In pairs, each consumer has whole boxes of the columns of k, at least one.
-  static constexpr bool halves_key_boxes = pair > 1 && dim % (pair * consumers * 64) != 0;
+  // In a pair of KV tiles, each consumer has whole boxes of the columns of k, at least one.
+  static constexpr bool halves_key_boxes = exchanges_ds && dim % (kv_tiles * consumers * 64) != 0;
   using KeyTile = TmaTile<Bc, dim, halves_key_boxes ? 32 : TmaTile<Bc, dim>::box_columns>;
   // The CTA's columns of its peer's keys.
-  using PeerKeyTile = TmaTile<Bc, dim / pair, KeyTile::box_columns>;
+  using PeerKeyTile = TmaTile<Bc, dim / kv_tiles, KeyTile::box_columns>;
   using ValueTile = TmaTile<Bc, dim_v>;
   using QueryTile = TmaTile<Br, dim>;
   using DoutTile = TmaTile<Br, dim_v>;
@@ -138,12 +177,17 @@ struct HopperGradientCta {
   using DsTile = TmaTile<Br, Bc>;
   // A slab of dq sums is a box of k, because a matrix descriptor cannot start within a box.
   using Fragments = WarpgroupFragments<Br, dim, KeyTile::box_columns, consumers>;
+  // Number of dq sums that the CTA adds. A tile in the workspace has those of all CTAs of the
+  // cluster, consecutively.
+  static constexpr int64 dq_floats = Fragments::floats / kv_tiles;
+  static constexpr int64 tile_floats = ranks * dq_floats;
+  __device__ static int first_float() { return rank() * int(dq_floats); }
 
   // Returns the number of dq columns that a consumer computes. Consumers with the same rows divide
   // the CTA's slabs, and the first consumer computes an odd one.
   static constexpr int dq_columns(int consumer) {
     if (Fragments::by_rows) return dim;
-    return (KeyTile::boxes / pair + 1 - consumer) / 2 * KeyTile::box_columns;
+    return (KeyTile::boxes / kv_tiles + 1 - consumer) / 2 * KeyTile::box_columns;
   }
   // Returns the first of these columns, and the offset of the consumer's dq sums, both relative to
   // those of the CTA.
@@ -151,27 +195,32 @@ struct HopperGradientCta {
     return Fragments::by_rows ? 0 : consumer * dq_columns(0);
   }
   static constexpr int dq_offset(int consumer) { return consumer * 64 * dq_columns(0); }
-  static constexpr int64 dq_floats = Fragments::floats / pair;
 
   // Whether consumers write the dq sums to shared memory, from where TMA adds them to global
   // memory.
   static constexpr bool buffers_dq = wants_q && (!wide || Config::buffers_dq);
 
   // Shared memory: k, the peer's k, v, the rings of q and dout, dS, the peer's dS, the dq sums, P
-  // (for wide heads), row statistics, visible pairs, steps, barriers and `HopperGradientBlockInfo`.
+  // (for wide heads), the peer's scores, row statistics, visible pairs, steps, barriers and
+  // `HopperGradientBlockInfo`.
   static constexpr int peer_keys_offset = KeyTile::bytes;
-  static constexpr int value_offset = peer_keys_offset + (pair > 1 ? PeerKeyTile::bytes : 0);
+  static constexpr int value_offset = peer_keys_offset + (exchanges_ds ? PeerKeyTile::bytes : 0);
   static constexpr int query_offset = value_offset + ValueTile::bytes;
   static constexpr int dout_offset = query_offset + Config::q_stages * QueryTile::bytes;
   static constexpr int ds_offset = dout_offset + Config::dout_stages * DoutTile::bytes;
-  static constexpr int ds_stages = wide && pair == 1 ? Config::exchange_stages : 2;
+  static constexpr int ds_stages = wide && !exchanges_ds ? Config::exchange_stages : 2;
   static constexpr int peer_ds_offset = ds_offset + (wants_q ? ds_stages * DsTile::bytes : 0);
-  static constexpr int peer_ds_stages = pair > 1 ? Config::exchange_stages + 1 : 0;
+  static constexpr int peer_ds_stages = exchanges_ds ? Config::exchange_stages + 1 : 0;
   static constexpr int sums_offset = peer_ds_offset + peer_ds_stages * DsTile::bytes;
   static constexpr int p_tiles_offset =
       sums_offset + (buffers_dq ? int(dq_floats * sizeof(float)) : 0);
   static constexpr int p_tile_bytes = Br * Bc * int(sizeof(Element));
-  static constexpr int stats_offset = p_tiles_offset + (wide ? ds_stages * p_tile_bytes : 0);
+  // The buffers for the peer's partial S and dP: one for each consumer warp.
+  static constexpr int peer_scores_offset =
+      p_tiles_offset + (wide ? ds_stages * p_tile_bytes : 0);
+  static constexpr int peer_scores_warps = exchanges_scores ? 4 * consumers : 0;
+  static constexpr int peer_scores_bytes = 16 * Br * int(sizeof(float));
+  static constexpr int stats_offset = peer_scores_offset + peer_scores_warps * peer_scores_bytes;
   static constexpr int stats_bytes = 2 * Br * int(sizeof(float));
   // Visible pairs of query tiles, one bit each (hopper/listed_tiles.cuh).
   static constexpr int pairs_offset = stats_offset + Config::q_stages * stats_bytes;
@@ -188,8 +237,9 @@ struct HopperGradientCta {
   static_assert(ds_stages <= 2, "barriers are counted for two stages");
   static_assert(consumers == 2, "barriers are counted for two consumers");
   static constexpr int arrived_barriers = Config::q_stages + Config::dout_stages;
-  static constexpr int barriers =
+  static constexpr int first_scores_barrier =
       ring_barriers + other_barriers + (inspects ? arrived_barriers : 0);
+  static constexpr int barriers = first_scores_barrier + 2 * peer_scores_warps;
   static constexpr int block_info_offset = barrier_offset + barriers * 8, block_info_bytes = 112;
   static_assert(sizeof(HopperGradientBlockInfo<Config>) <= block_info_bytes,
                 "fits in block_info_bytes");
@@ -251,6 +301,12 @@ struct HopperGradientCta {
     return {step.head + 1, start_tile()};
   }
 
+  // Returns whether the CTA of this index in the dq order may add to the dq sums of a query tile
+  // whose semaphore has this value. All CTAs of a cluster have the same index and increment the
+  // semaphore, each after it has added its columns.
+  __device__ static bool may_add(int semaphore, int order_index) {
+    return semaphore / ranks == order_index;
+  }
   // Returns the CTA's index in the dq order of a step's query tile.
   __device__ int order_index(const Step& step) const {
     return order.order_index(step.tile, descends());
@@ -301,7 +357,15 @@ struct HopperGradientCta {
   __device__ unsigned p_tile_address(int stage) const {
     return shared + p_tiles_offset + stage * p_tile_bytes;
   }
-  // Returns the row statistics of a stage: first lse_log2 of each row, then -delta of each row.
+  __device__ unsigned peer_scores_address(int warp) const {
+    return shared + peer_scores_offset + warp * peer_scores_bytes;
+  }
+  // Returns the corresponding address in the shared memory of the peer CTA.
+  __device__ static unsigned at_peer(unsigned address) {
+    return ptx::map_to_cta(address, rank() ^ 1);
+  }
+  // Returns the row statistics of a stage: first lse_log2 of each row, then -delta of each row. If dP
+  // is a sum over parts of the columns, CTAs other than the first have zeros instead of -delta.
   __device__ float* stats(int stage) const {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     return reinterpret_cast<float*>(shared_memory + stats_offset) + stage * 2 * Br;
@@ -349,6 +413,14 @@ struct HopperGradientCta {
     return barrier(ring_barriers + other_barriers + stage);
   }
   __device__ unsigned dout_arrived(int stage) const { return q_arrived(Config::q_stages + stage); }
+  // Barriers of a consumer warp for the scores that its peer warp sends, and for the reads of the
+  // peer warp (score_exchange.cuh).
+  __device__ unsigned peer_scores_full(int warp) const {
+    return barrier(first_scores_barrier + warp);
+  }
+  __device__ unsigned peer_scores_read(int warp) const {
+    return peer_scores_full(peer_scores_warps + warp);
+  }
 
   __device__ void init_barriers() const {
     constexpr int warps = 4 * consumers;
@@ -364,7 +436,7 @@ struct HopperGradientCta {
       ptx::mbarrier_init(dout_empty(stage), warps);
       if (inspects) ptx::mbarrier_init(dout_arrived(stage), 1);
     }
-    ptx::mbarrier_init(keys_full(), pair);
+    ptx::mbarrier_init(keys_full(), kv_tiles);
     ptx::mbarrier_init(keys_arrived(), 1);
     ptx::mbarrier_init(values_full(), 1);
     if (wide) {
@@ -390,46 +462,30 @@ struct HopperGradientCta {
         ptx::mbarrier_init(dq_added(stage), warps);
       }
     }
+    for (int warp = 0; warp < peer_scores_warps; ++warp) {
+      ptx::mbarrier_init(peer_scores_full(warp), 1);
+      ptx::mbarrier_init(peer_scores_read(warp), 1);
+    }
     ptx::fence_mbarrier_init();
   }
 
   // Named barriers: 1 for all consumers, 2 + `consumer` for a single one.
   __device__ static void sync_consumers() { NamedBarrier<128 * consumers>{1}.sync(); }
   __device__ static void sync_consumer(int consumer) { NamedBarrier<128>{2 + consumer}.sync(); }
+};
 
-  // ---- Pairs.
+// Layout of the dq sums of a whole query tile, for the kernel that converts them. It has a CTA for
+// each part of the columns.
+template <class Cta>
+struct TileFragments : Cta::Fragments {
+  using Base = typename Cta::Fragments;
+  static constexpr int64 floats = Cta::tile_floats;
 
-  // Returns the index of the CTA in its cluster.
-  __device__ static int rank() { return pair == 1 ? 0 : blockIdx.z; }
-  // Returns the offset of the CTA's columns in a tile of dq sums.
-  __device__ static int64 dq_part() { return rank() * dq_floats; }
-
-  // Returns a shared-memory address without its upper bits, which in a cluster hold the CTA's rank.
-  // In a matrix descriptor, they would change the stride between TMA boxes.
-  __device__ static unsigned window_address(unsigned address) {
-    constexpr unsigned window_bytes = 1 << 18;
-    return pair == 1 ? address : address % window_bytes;
+  __device__ static int fragment_offset(int warp, int i, int j, int lane) {
+    return Cta::column_part() * int(Base::floats) + Base::fragment_offset(warp, i, j, lane);
   }
-
-  // Returns whether CTAs of index `order_index` in the dq order may add. Each CTA of a pair
-  // increments the semaphore when it has added its columns.
-  __device__ static bool may_add(int semaphore, int order_index) {
-    return semaphore / pair == order_index;
-  }
-
-  // Waits until the barriers of the CTA and of its peer are initialized.
-  __device__ static void sync_start() {
-    __syncthreads();
-    sync_pair();
-  }
-  // Waits for the peer. At the end, it has then received all dS, so that no copy between the two
-  // CTAs is in flight when one of them exits. No memory is published.
-  __device__ static void sync_pair() {
-    if constexpr (pair > 1) {
-      __syncwarp();
-      ptx::cluster_arrive_relaxed();
-      ptx::cluster_wait();
-    }
+  __device__ static int column(int warp, int j) {
+    return Cta::column_part() * Cta::dim + Base::column(warp, j);
   }
 };
 

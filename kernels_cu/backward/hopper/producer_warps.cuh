@@ -25,7 +25,7 @@ struct HopperGradientLoader {
     load<typename Cta::KeyTile>(cta.keys_address(), &cta.maps.k, sequence.k_first + cta.coord.begin,
                                 cta.coord.head, sequence.k_batch,
                                 Config::has_seqlens ? cta.keys_arrived() : cta.keys_full());
-    if constexpr (Cta::pair > 1) load_peer_keys();
+    if constexpr (Cta::exchanges_ds) load_peer_keys();
     Step step = cta.first_step();
     load_queries(step);
     load<typename Cta::ValueTile>(cta.values_address(), &cta.maps.v,
@@ -90,7 +90,8 @@ struct HopperGradientLoader {
   __device__ static void load(unsigned target, const TensorMap* map, int row, int head, int batch,
                               unsigned barrier) {
     ptx::mbarrier_arrive_expect_tx(barrier, Tile::bytes);
-    load_boxes<Tile>(target, map, 0, row, head, batch, barrier, ptx::l2_evict_normal);
+    load_boxes<Tile>(target, map, Cta::column_part() * Tile::columns, row, head, batch, barrier,
+                     ptx::l2_evict_normal);
   }
 };
 
@@ -138,7 +139,7 @@ struct HopperRowStatsLoader {
     for (int i = 0; i < rows_per_lane; ++i) {
       const int row = i * 32 + threadIdx.x % 32;
       stats[row] = row_stats_of_lane[i].lse_log2;
-      stats[Br + row] = -row_stats_of_lane[i].delta;
+      stats[Br + row] = Cta::column_part() == 0 ? -row_stats_of_lane[i].delta : 0;
     }
     if constexpr (Cta::inspects) {
       clear<typename Cta::QueryTile>(cta.q_arrived(q_ring.index), q_ring.phase,
@@ -192,7 +193,6 @@ template <class Config>
 struct HopperGradientAdder {
   using Cta = HopperCta<Config>;
   using Step = typename Cta::Step;
-  using Fragments = typename Cta::Fragments;
 
   const Cta& cta;
   const int lane_index;
@@ -211,9 +211,9 @@ struct HopperGradientAdder {
   __device__ void add(const Step& step) {
     const DqSums<Config> all(cta.p);
     int* semaphore = all.semaphore(cta.p, cta.sequence, cta.coord.batch, step.head, step.tile);
-    float* target = all.template sums<Fragments::floats>(cta.p, cta.sequence, cta.coord.batch,
-                                                         step.head, step.tile) +
-                    Cta::dq_part();
+    float* target = all.template sums<Cta::tile_floats>(cta.p, cta.sequence, cta.coord.batch,
+                                                        step.head, step.tile) +
+                    Cta::first_float();
     const int order_index = cta.order_index(step);
     while (!Cta::may_add(ptx::ld_acquire_gpu(semaphore), order_index)) {
     }

@@ -21,6 +21,11 @@ struct Const {
   static constexpr bool value = Value;
 };
 
+// Returns the number of k steps of 16 columns for a head dim of which a CTA has `columns` columns.
+constexpr int k_steps_of(int head_dim, int columns) {
+  return round_up(head_dim < columns ? head_dim : columns, 16) / 16;
+}
+
 // `DqColumns` is the number of dq columns that the consumer computes.
 template <class Config, int DqColumns>
 struct HopperGradientProducts {
@@ -45,8 +50,8 @@ struct HopperGradientProducts {
   static constexpr int dim_v = Cta::dim_v;
   static constexpr int columns = Config::columns;
   static constexpr int parts = Br / columns;
-  static constexpr int k_steps = round_up(Config::head_dim, 16) / 16;
-  static constexpr int k_steps_v = round_up(Config::head_dim_v, 16) / 16;
+  static constexpr int k_steps = k_steps_of(Config::head_dim, dim);
+  static constexpr int k_steps_v = k_steps_of(Config::head_dim_v, dim_v);
   static_assert(columns % 16 == 0 && parts * columns == Br, "whole products");
 
   // Whether P and dS are computed in one pass, when both S and dP are complete. This is needed if
@@ -91,7 +96,7 @@ struct HopperGradientProducts {
   __device__ void clean_keys() const {
     if constexpr (Config::inspects) {
       clean_rows<KeyTile>(cta.keys_address());
-      if constexpr (Cta::pair > 1) clean_rows<typename Cta::PeerKeyTile>(cta.peer_keys_address());
+      if constexpr (Cta::exchanges_ds) clean_rows<typename Cta::PeerKeyTile>(cta.peer_keys_address());
       ptx::fence_proxy_async();
       Cta::sync_consumer(consumer);
     }
@@ -117,10 +122,11 @@ struct HopperGradientProducts {
                                int part) const {
     ptx::pin(scores);
     ptx::wgmma_fence();
-    const unsigned rows = window_rows<QueryTile>(cta.queries_address(stage), part);
+    const unsigned left = matrix_address(cta.keys_address());
+    const unsigned rows = rows_of<QueryTile>(matrix_address(cta.queries_address(stage)), part);
 #pragma unroll
     for (int step = 0; step < k_steps; ++step) {
-      multiply<KeyTile, QueryTile>(scores, keys, cta.keys_address(), rows, step, step != 0);
+      multiply<KeyTile, QueryTile>(scores, keys, left, rows, step, step != 0);
     }
     ptx::wgmma_commit_group();
   }
@@ -138,31 +144,32 @@ struct HopperGradientProducts {
     }
     ptx::pin(gradients);
     ptx::wgmma_fence();
-    const unsigned rows = window_rows<DoutTile>(cta.dout_address(dout_ring.index), part);
+    const unsigned left = matrix_address(cta.values_address());
+    const unsigned rows =
+        rows_of<DoutTile>(matrix_address(cta.dout_address(dout_ring.index)), part);
 #pragma unroll
     for (int step = 0; step < k_steps_v; ++step) {
-      multiply<ValueTile, DoutTile>(gradients, values, cta.values_address(), rows, step, true);
+      multiply<ValueTile, DoutTile>(gradients, values, left, rows, step, true);
       between(step);
     }
     ptx::wgmma_commit_group();
   }
 
   // Issues one k step of a product between the consumer's keys, in registers (`kept`) or in shared
-  // memory at `left`, and the rows of a query tile (`window_rows`).
+  // memory at `left`, and the rows of a query tile. Both are addresses for matrix descriptors.
   template <class LeftTile, class Tile, int Count>
   __device__ void multiply(Scores& sums, const unsigned (&kept)[Count], unsigned left,
                            unsigned rows, int step, bool accumulate) const {
     const unsigned long long right =
-        Tile::k_along_columns() + (rows + Tile::column_step(step)) / 16;
+        descriptor(Tile::k_along_columns(), rows, Tile::column_step(step));
     if constexpr (Count > 1) {
       Wgmma<Element, columns>::multiply_k_contiguous(sums, kept + 4 * step, right, accumulate);
     } else {
-      Wgmma<Element, columns>::multiply(
-          sums,
-          LeftTile::k_along_columns() + (Cta::window_address(consumer_rows<LeftTile>(left)) +
-                                         LeftTile::column_step(step)) /
-                                            16,
-          right, accumulate);
+      Wgmma<Element, columns>::multiply(sums,
+                                        descriptor(LeftTile::k_along_columns(),
+                                                   consumer_rows<LeftTile>(left),
+                                                   LeftTile::column_step(step)),
+                                        right, accumulate);
     }
   }
 
@@ -190,17 +197,17 @@ struct HopperGradientProducts {
   // Issues dV += P^T dO.
   __device__ void start_dv(float (&dv_sums)[dim_v / 2], const LeftOperand& left_p, int part) const {
     start_sums<DoutTile, dim_v>(
-        dv_sums, left_p, window_rows<DoutTile>(cta.dout_address(dout_ring.index), part));
+        dv_sums, left_p, rows_of<DoutTile>(cta.dout_address(dout_ring.index), part));
   }
   // Issues dK += dS^T Q.
   __device__ void start_dk(float (&dk_sums)[dim / 2], const LeftOperand& left_ds, int part) const {
     start_sums<QueryTile, dim>(
-        dk_sums, left_ds, window_rows<QueryTile>(cta.queries_address(q_ring.index), part));
+        dk_sums, left_ds, rows_of<QueryTile>(cta.queries_address(q_ring.index), part));
   }
   template <class Tile, int Columns>
   __device__ static void start_sums(float (&sums)[Columns / 2], const LeftOperand& left,
                                     unsigned rows) {
-    const unsigned long long right = Tile::k_along_rows() + rows / 16;
+    const unsigned long long right = Tile::k_along_rows() + matrix_address(rows) / 16;
     ptx::pin(sums);
     ptx::wgmma_fence();
 #pragma unroll
@@ -226,18 +233,35 @@ struct HopperGradientProducts {
   // of k start at `keys`.
   template <int Chunk>
   __device__ void multiply_dq(DqPart& sums, unsigned rows, unsigned keys, bool accumulate) const {
-    const unsigned columns_of_chunk =
-        keys + (Cta::first_dq_column(consumer) + Chunk * dq_columns) / KeyTile::box_columns *
-                   KeyTile::box_bytes;
-    const unsigned long long ds = DsTile::k_along_columns() + Cta::window_address(rows) / 16;
-    const unsigned long long k =
-        KeyTile::k_along_rows() + Cta::window_address(columns_of_chunk) / 16;
+    const unsigned columns_of_chunk = matrix_address(keys) +
+                                      (Cta::first_dq_column(consumer) + Chunk * dq_columns) /
+                                          KeyTile::box_columns * KeyTile::box_bytes;
+    const unsigned long long ds = DsTile::k_along_columns() + matrix_address(rows) / 16;
+    const unsigned long long k = KeyTile::k_along_rows() + columns_of_chunk / 16;
 #pragma unroll
     for (int step = 0; step < Bc / 16; ++step) {
       WgmmaRows<Element, dq_columns>::multiply(sums, ds + DsTile::column_step(step) / 16,
                                                k + KeyTile::row_step(step) / 16,
                                                accumulate || step != 0);
     }
+  }
+
+  // Returns the matrix descriptor of the operand `offset` bytes after an address. If the address is
+  // computed each time (`matrix_address`), a sum of 64 bits would take twice as many instructions
+  // between two products.
+  __device__ static unsigned long long descriptor(unsigned long long layout, unsigned address,
+                                                  int offset) {
+    if constexpr (!Cta::exchanges_scores) return layout + (address + offset) / 16;
+    const unsigned low = unsigned(layout) + address / 16 + offset / 16;
+    return layout >> 32 << 32 | low;
+  }
+
+  // Returns an address for use in matrix descriptors. With halves of the columns, the shuffle tells
+  // the compiler that the address is uniform within a warp. It also makes the compiler compute the
+  // address each time: kept addresses cost 130 bytes of spills per thread (head_dim 512).
+  __device__ static unsigned matrix_address(unsigned address) {
+    if constexpr (Cta::exchanges_scores) address = __shfl_sync(~0u, address, 0);
+    return ::matrix_address<Cta::ranks>(address);
   }
 
   // Return the addresses of the consumer's first key in a KV tile, and of a part in a query tile.
@@ -248,11 +272,6 @@ struct HopperGradientProducts {
   template <class Tile>
   __device__ static unsigned rows_of(unsigned tile, int part) {
     return tile + part * columns * Tile::box_row_bytes;
-  }
-  // Returns the latter for a matrix descriptor.
-  template <class Tile>
-  __device__ static unsigned window_rows(unsigned tile, int part) {
-    return Cta::window_address(rows_of<Tile>(tile, part));
   }
 
   // ---- Between products.
@@ -551,8 +570,9 @@ struct HopperGradientProducts {
     constexpr int column_tiles = Count / 4 / parts;
     const int first = cta.coord.begin + consumer_key();
     const int left = cta.sequence.seqlen_k - first;
+    const int first_column = Cta::column_part() * Tile::columns;
     Gradient* output = tensor.head<Gradient>(cta.sequence.k_batch, cta.coord.head) +
-                       (int64(cta.sequence.k_first) + first) * tensor.row_stride;
+                       (int64(cta.sequence.k_first) + first) * tensor.row_stride + first_column;
     const int lane_row = lane_key() - consumer_key();
     const unsigned rows = consumer_rows<Tile>(tile);
 #pragma unroll
@@ -579,7 +599,8 @@ struct HopperGradientProducts {
         const int column = part * column_tiles * 8 + chunk * columns_of_chunk;
         store_chunk<Gradient, Config::out_alignment>(
             output + row * tensor.row_stride + column,
-            reinterpret_cast<const Vector<Gradient, columns_of_chunk>&>(bits), Dim - column);
+            reinterpret_cast<const Vector<Gradient, columns_of_chunk>&>(bits),
+            Dim - first_column - column);
       }
     }
   }

@@ -13,6 +13,10 @@
 //   dv consumer   S(i + 1) dV(i) | P(i + 1) | dQ(i), first | dQ(i), second
 //   dk consumer   ...... dS(i) -> dK(i)  dQ(i), first | dQ(i), second | dP(i + 1)
 //
+// If two CTAs have halves of the columns (score_exchange.cuh), a consumer sends its S or dP to the
+// peer CTA once the product is complete, and adds that of the peer CTA when it needs the sum: the dv
+// consumer for P, the dk consumer for dS.
+//
 // No barrier signals that a buffer is empty. The dv consumer writes P to a buffer once dS of the
 // tile that used it has arrived, and the dk consumer wrote that dS after it had read P. The dk
 // consumer writes dS once P of the same tile has arrived, and the dv consumer sent that P after its
@@ -26,7 +30,7 @@
 //   semaphore lane  acquires the semaphore       | both have added: releases it
 //   consumers       semaphore_acquired -> add, dq_added
 //
-// Additions of dq limit these kernels. If `Config::pair` is 2, two CTAs of a cluster therefore
+// Additions of dq limit these kernels. In a pair of KV tiles (`Config::pair`), two CTAs therefore
 // visit the same query tiles and exchange dS. They have consecutive KV tiles. Each computes half of
 // the columns of dq, from the keys of both, so that half as many bytes are added. TMA loads the
 // CTA's columns of the peer's keys once. The copy of a dS tile completes the peer's `peer_ds_full`:
@@ -53,6 +57,7 @@
 #pragma once
 
 #include "backward/hopper/listed_tiles.cuh"
+#include "backward/hopper/score_exchange.cuh"
 #include "backward/hopper/products.cuh"
 #include "backward/dq/semaphore.cuh"
 #include "ptx/ordered_add.cuh"
@@ -75,8 +80,10 @@ struct HopperWideProducts : HopperGradientProducts<Config, DqColumns> {
 
   PipelineState<Cta::sums_stages> semaphore_ring = {};
   // Position among the buffers of the peer's dS, if it differs from that among the CTA's own.
-  static constexpr bool has_peer_ring = Cta::pair > 1 && Cta::peer_ds_stages != Cta::ds_stages;
+  static constexpr bool has_peer_ring =
+      Cta::exchanges_ds && Cta::peer_ds_stages != Cta::ds_stages;
   PipelineState<has_peer_ring ? Cta::peer_ds_stages : 1> other_peer_ring = {};
+  HopperScoreExchange<Config> score_exchange = {cta, consumer};
   unsigned no_operand[1];  // placeholder: k and v stay in shared memory, not in registers
 
   using Base::Base;
@@ -89,10 +96,10 @@ struct HopperWideProducts : HopperGradientProducts<Config, DqColumns> {
     }
   }
 
-  // In a pair, waits for the peer's dS and issues its product with the peer's keys. The product of
+  // In a pair of KV tiles, waits for the peer's dS and issues its product with the peer's keys. The product of
   // the CTA's own dS and keys may be in flight.
   __device__ void add_peer_dq(DqPart& sums) const {
-    if constexpr (Cta::pair > 1) {
+    if constexpr (Cta::exchanges_ds) {
       static_assert(Base::dq_chunks == 1, "each consumer of a pair has one chunk");
       const int stage = peer_ds_ring().index;
       ptx::mbarrier_wait(cta.peer_ds_full(stage), peer_ds_ring().phase);
@@ -144,9 +151,9 @@ struct HopperWideProducts : HopperGradientProducts<Config, DqColumns> {
   template <int Chunk>
   __device__ void add_to_global(const DqPart& sums, const Step& step) {
     const DqSums<Config> all(cta.p);
-    float* target = all.template sums<Fragments::floats>(cta.p, cta.sequence, cta.coord.batch,
-                                                         step.head, step.tile) +
-                    Cta::dq_part() + Cta::dq_offset(consumer) + 64 * Chunk * Base::dq_columns +
+    float* target = all.template sums<Cta::tile_floats>(cta.p, cta.sequence, cta.coord.batch,
+                                                        step.head, step.tile) +
+                    Cta::first_float() + Cta::dq_offset(consumer) + 64 * Chunk * Base::dq_columns +
                     Fragments::fragment_offset(threadIdx.x / 32 % 4, 0, 0, threadIdx.x % 32);
     const bool is_first = cta.order_index(step) == 0;
     if (Chunk == 0) {
@@ -178,8 +185,8 @@ template <class Config>
 struct HopperValueConsumer
     : HopperWideProducts<Config, HopperGradientCta<Config>::dq_columns(0)> {
   using Base = HopperWideProducts<Config, HopperGradientCta<Config>::dq_columns(0)>;
-  using Base::columns, Base::cta, Base::dout_ring, Base::ds_ring, Base::no_operand, Base::q_ring;
-  using Base::wants_ds, Base::wants_q, Base::wants_v;
+  using Base::columns, Base::cta, Base::dout_ring, Base::ds_ring, Base::no_operand;
+  using Base::q_ring, Base::score_exchange, Base::wants_ds, Base::wants_q, Base::wants_v;
   using typename Base::Cta;
   using typename Base::LeftOperand;
   using typename Base::DqPart;
@@ -201,6 +208,7 @@ struct HopperValueConsumer
   __device__ void run() {
     Base::clear(dv_sums);
     if (cta.has_steps()) process_tiles();
+    score_exchange.finish();
     Cta::sync_consumers();
     if constexpr (wants_v) Base::write_dv(dv_sums);
   }
@@ -232,8 +240,15 @@ struct HopperValueConsumer
     Base::template wait<Pending>(next);
 #pragma unroll
     for (int i = 0; i < columns / 2; ++i) scores[i] = next[i];
+    score_exchange.send(scores);
     arrive_warp(cta.q_empty(q_ring.index));
     q_ring.advance();
+  }
+  template <int Pending>
+  __device__ void complete_dv() {
+    Base::template wait<Pending>(dv_sums);
+    arrive_warp(cta.dout_empty(dout_ring.index));
+    dout_ring.advance();
   }
 
   // Processes a tile whose scores or, if `ahead`, whose P are complete. Unless `Last`, also
@@ -241,6 +256,8 @@ struct HopperValueConsumer
   template <bool Last>
   __device__ void process_tile(const Step& step) {
     constexpr bool has_next_p = ahead && !Last;
+    // While the peer CTA's scores are on their way, dV completes. The next dout is loaded earlier.
+    constexpr bool completes_dv_first = has_next_p && Cta::exchanges_scores;
     if constexpr (!ahead) softmax_backward(left_p, step);
     Scores next;
     LeftOperand next_p;
@@ -251,14 +268,13 @@ struct HopperValueConsumer
     }
     if constexpr (has_next_p) {
       wait_next<wants_v>(next);
+      if constexpr (completes_dv_first) complete_dv<0>();
       softmax_backward(next_p, cta.next_step(step));
     }
     DqPart dq_part;
     if constexpr (wants_ds) ptx::mbarrier_wait(cta.ds_full(ds_ring.index), ds_ring.phase);
     if constexpr (wants_q) Base::template start_dq<0>(dq_part);
-    Base::template wait<wants_q>(dv_sums);
-    arrive_warp(cta.dout_empty(dout_ring.index));
-    dout_ring.advance();
+    if constexpr (!completes_dv_first) complete_dv<wants_q>();
     const auto start = [&] {
       if constexpr (!ahead && !Last) start_next(next);
     };
@@ -280,6 +296,7 @@ struct HopperValueConsumer
   __device__ void softmax_backward(LeftOperand& left_p, const Step& step) {
     const bool is_masked = cta.is_masked(step);
     LeftOperand p_operand;
+    score_exchange.receive(scores);
     if constexpr (Base::single_pass) {
       Scores slopes;
 #pragma unroll
@@ -321,8 +338,8 @@ template <class Config>
 struct HopperKeyConsumer : HopperWideProducts<Config, HopperGradientCta<Config>::dq_columns(1)> {
   using Base = HopperWideProducts<Config, HopperGradientCta<Config>::dq_columns(1)>;
   using Element = typename Config::Element;
-  using Base::columns, Base::cta, Base::dout_ring, Base::ds_ring, Base::no_operand, Base::q_ring;
-  using Base::wants_ds, Base::wants_k, Base::wants_q;
+  using Base::columns, Base::cta, Base::dout_ring, Base::ds_ring, Base::no_operand;
+  using Base::q_ring, Base::score_exchange, Base::wants_ds, Base::wants_k, Base::wants_q;
   using typename Base::Cta;
   using typename Base::LeftOperand;
   using typename Base::DqPart;
@@ -337,6 +354,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config, HopperGradientCta<Config>:
   __device__ void run() {
     Base::clear(dk_sums);
     if (cta.has_steps()) process_tiles();
+    score_exchange.finish();
     Cta::sync_consumers();
     if constexpr (wants_k) Base::write_dk(dk_sums);
   }
@@ -347,6 +365,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config, HopperGradientCta<Config>:
     if constexpr (wants_q) ptx::mbarrier_wait(cta.keys_full(), 0);
     Step step = cta.first_step();
     start_next();
+    send_next();
     while (!cta.is_last(step)) {
       process_tile<false>(step);
       step = cta.next_step(step);
@@ -366,13 +385,25 @@ struct HopperKeyConsumer : HopperWideProducts<Config, HopperGradientCta<Config>:
     }
   }
 
+  // With halves of the columns, completes dP^T of the next query tile and sends it to the peer CTA.
+  __device__ void send_next() {
+    if constexpr (wants_ds && Cta::exchanges_scores) {
+      Base::template wait<0>(gradients);
+      score_exchange.send(gradients);
+      release_dout();
+    }
+  }
+  __device__ void release_dout() {
+    arrive_warp(cta.dout_empty(dout_ring.index));
+    dout_ring.advance();
+  }
+
   // Processes a tile whose dP is in flight. Unless `Last`, ends with the next tile's dP in flight.
   template <bool Last>
   __device__ void process_tile(const Step& step) {
     LeftOperand left_ds;
     if constexpr (wants_ds) softmax_backward(left_ds, cta.is_masked(step));
-    arrive_warp(cta.dout_empty(dout_ring.index));
-    dout_ring.advance();
+    if constexpr (!wants_ds || !Cta::exchanges_scores) release_dout();
     if constexpr (wants_k) Base::start_dk(dk_sums, left_ds, 0);
     DqPart dq_part;
     if constexpr (wants_q) {
@@ -392,6 +423,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config, HopperGradientCta<Config>:
       start();
     }
     Base::advance_ds();
+    if constexpr (!Last) send_next();
   }
 
   __device__ void softmax_backward(LeftOperand& left_ds, bool is_masked) {
@@ -399,26 +431,27 @@ struct HopperKeyConsumer : HopperWideProducts<Config, HopperGradientCta<Config>:
     ptx::mbarrier_wait(cta.p_full(ds_ring.index), ds_ring.phase);
     receive_p(scores);
     Base::sum_p(scores);
-    Base::template wait<0>(gradients);
+    if constexpr (!Cta::exchanges_scores) Base::template wait<0>(gradients);
+    score_exchange.receive(gradients);
     Base::compute_ds(gradients, scores, is_masked);
     Base::narrow(left_ds, gradients);
     if constexpr (wants_q) Base::write_ds(left_ds, 0);
     ptx::fence_proxy_async();
     arrive_warp(cta.ds_full(ds_ring.index));
-    if constexpr (Cta::pair > 1) send_ds();
+    if constexpr (Cta::exchanges_ds) send_ds();
   }
 
   // Sends dS to the peer CTA, and expects the peer's.
   __device__ void send_ds() const {
     if (threadIdx.x % 128 == 0) {
-      const int stage = Base::peer_ds_ring().index, peer = Cta::rank() ^ 1;
+      const int stage = Base::peer_ds_ring().index;
       constexpr int bytes = Cta::DsTile::bytes;
       ptx::mbarrier_arrive_expect_tx(cta.peer_ds_full(stage), bytes);
       // Wait until all warps of this consumer have written dS.
       ptx::mbarrier_wait(cta.ds_full(ds_ring.index), ds_ring.phase);
-      ptx::cp_async_bulk_to_cta(ptx::map_to_cta(cta.peer_ds_address(stage), peer),
+      ptx::cp_async_bulk_to_cta(Cta::at_peer(cta.peer_ds_address(stage)),
                                 cta.ds_address(ds_ring.index), bytes,
-                                ptx::map_to_cta(cta.peer_ds_full(stage), peer));
+                                Cta::at_peer(cta.peer_ds_full(stage)));
     }
     __syncwarp();
   }

@@ -38,6 +38,7 @@ KERNELS = [
     for head_dim in WIDTHS
 ]
 KERNELS += [("mma", dtype, 512) for dtype in ("bfloat16", "float16", "float32")]
+KERNELS += [("hopper", "bfloat16", 320), ("hopper", "float16", 512)]
 KERNELS += [("simt", dtype, 40) for dtype in DTYPES]
 of_kernels = pytest.mark.parametrize(("family", "dtype", "head_dim"), KERNELS)
 

@@ -34,6 +34,7 @@ CALLS += [
     if (kind, head_dim) != ("dense", 64)
 ]
 CALLS += [("mma", dtype, kind, 512) for dtype in ("float16", "float32") for kind in KINDS]
+CALLS += [("hopper", "bfloat16", "dense", head_dim) for head_dim in (320, 512)]
 
 
 @pytest.fixture(params=CALLS, ids=lambda call: "-".join(map(str, call)))

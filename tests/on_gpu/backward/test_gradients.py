@@ -66,6 +66,38 @@ def test_random_gradients_of_wide_heads_are_right(test: int) -> None:
         check_gradients(call, got)
 
 
+# Head dims of thread block pairs: equal halves, a partial second half, and one without columns.
+@pytest.mark.parametrize(
+    "head_dims",
+    [(512, 512), (384, 384), (264, 264), (320, 448), (512, 64), (40, 512), (128, 272), (504, 256)],
+    ids=str,
+)
+@pytest.mark.parametrize("heads", [(3, 3), (4, 2), (24, 3)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_pairs_of_thread_blocks_divide_the_columns_of_wide_heads(
+    rng: np.random.Generator,
+    head_dims: tuple[int, int],
+    heads: tuple[int, int],
+    causal: bool,
+    dtype: str,
+) -> None:
+    for rows, keys in ((1, 1), (65, 200), (int(rng.integers(300, 700)), int(rng.integers(2, 700)))):
+        shapes = {"q": (2, rows, heads[0], head_dims[0]), "k": (2, keys, heads[1], head_dims[0])}
+        shapes["v"] = (*shapes["k"][:-1], head_dims[1])
+        shapes["dout"] = (*shapes["q"][:-1], head_dims[1])
+        arrays = {n: rng.standard_normal(x).astype(DTYPES[dtype]) for n, x in shapes.items()}
+        dout = arrays.pop("dout")
+        call = GradientCall(ModifiedCall("dense", dtype, arrays, {"causal": causal}), dout)
+        try:
+            found = call.run(cupy, family="hopper")
+        except UnsupportedError:
+            pytest.skip("hopper does not serve this GPU")
+        check_gradients(call, found)
+        for name, gradient in call.run(cupy, family="hopper").items():
+            np.testing.assert_array_equal(gradient.view(np.uint8), found[name].view(np.uint8))
+
+
 def tiled_case(head_dims: tuple[int, int], dtype: str = "bfloat16") -> Case:
     """Return a case with several query tiles and KV tiles of any size, the last ones partial."""
     sizes = {"batch": 1, "seqlen_q": 500, "seqlen_k": 700, "heads_q": 4, "heads_kv": 2}
@@ -75,7 +107,7 @@ def tiled_case(head_dims: tuple[int, int], dtype: str = "bfloat16") -> Case:
 
 # Head dims and dtypes of cases that run with several tiles.
 TILED = [((d, d), "bfloat16") for d in (64, 96, 128, 256, 320, 512)]
-TILED += [(dims, "bfloat16") for dims in ((192, 128), (160, 192), (576, 512))]
+TILED += [(dims, "bfloat16") for dims in ((192, 128), (160, 192), (512, 264), (576, 512))]
 TILED += [((64, 512), "float16"), ((512, 512), "float32")]
 
 

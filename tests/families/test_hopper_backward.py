@@ -126,17 +126,18 @@ def launches_of(schedule: Schedule) -> dict[str, tuple[tuple[int, int, int], int
 
 def test_two_thread_blocks_of_a_cluster_have_half_of_the_columns_of_wide_heads() -> None:
     whole, divided = problem(256, seqlen=4000, heads=4), problem(512, seqlen=4000, heads=4)
-    found = launches_of(schedule_of(divided))
+    tile = HopperBackwardTile(64, 64, dout_stages=1)
+    of_whole, of_divided = (hopper.schedule(x, h100, tile) for x in (whole, divided))
+    found = launches_of(of_divided)
     assert found["key_gradients"] == ((63 * 4 * 4, 1, 2), 2)
     assert found["query_gradients"] == ((63 * 4 * 4, 1, 2), 0)
-    alone = launches_of(schedule_of(whole))
+    alone = launches_of(of_whole)
     assert alone["key_gradients"] == ((63 * 4 * 4, 1, 1), 0)
     assert alone["query_gradients"] == ((63 * 4 * 4, 1, 1), 0)
     # Each dq tile has one semaphore and the sums of both thread blocks.
     sums = 63 * 4 * 4 * 64 * 4
-    assert schedule_of(divided).workspace - schedule_of(whole).workspace == sums * 256
+    assert of_divided.workspace - of_whole.workspace == sums * 256
     # A buffer and two barriers of each consumer warp receive the sums of the other thread block.
-    tile = HopperBackwardTile(64, 64, dout_stages=1)
     more = hopper.shared_memory(divided, tile) - hopper.shared_memory(whole, tile)
     assert more == 8 * (16 * 64 * 4 + 2 * 8)
 
@@ -147,8 +148,8 @@ def test_clusters_of_the_last_section_are_half_as_many() -> None:
         blocks, params = blocks_and_params(causal=True, **how)
         return blocks - params["ascending_blocks"]
 
-    # 264 and 132 thread blocks are 33 and about 16 heads of 8 KV tiles.
-    assert (last(256), last(512)) == (33 * 8, 16 * 8)
+    # 132 clusters are 33 heads of 4 pairs of KV tiles, and about 16 heads of 8 KV tiles.
+    assert (last(256), last(512)) == (33 * 4, 16 * 8)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256, 320, 512])
@@ -212,7 +213,7 @@ def test_tensor_maps_are_of_what_is_read_and_boxes_are_tiles() -> None:
         ((192, 128), (192, 128)),
         ((64, 192), (128, 192)),
         ((200, 200), (256, 256)),
-        # Above 256, columns of each thread block of a pair.
+        # Above 256, columns of each thread block of a cluster.
         ((264, 264), (192, 192)),
         ((384, 384), (192, 192)),
         ((392, 512), (256, 256)),
@@ -240,7 +241,7 @@ def test_wide_heads_have_the_buffers_that_shared_memory_has_space_for() -> None:
     assert added == 2 * 64 * 64 * 2 + 64 * 192 * 4
 
 
-def test_pairs_of_thread_blocks_compute_p_a_tile_ahead() -> None:
+def test_halves_of_the_columns_compute_p_a_tile_ahead() -> None:
     ahead = HopperBackwardTile(64, 64, dout_stages=1, exchange_stages=2)
     assert hopper.default_tile(problem(512), h100) == ahead
     assert hopper.default_tile(problem(384), h100) == dataclasses.replace(ahead, dout_stages=2)
@@ -263,7 +264,7 @@ def test_a_tile_of_wide_heads_that_cannot_be_launched_has_a_reason(
 PAIR = HopperBackwardTile(64, 64, pair=2)
 
 
-def test_dense_batches_without_mask_functions_have_pairs() -> None:
+def test_dense_batches_without_mask_functions_have_pairs_of_kv_tiles() -> None:
     whole = dataclasses.replace(PAIR, exchange_stages=2, buffers_dq=1)
     one_dout = {"dout_stages": 1}
     assert hopper.default_tile(problem(192, 128), h100) == whole
@@ -279,9 +280,10 @@ def test_dense_batches_without_mask_functions_have_pairs() -> None:
     [
         (problem(128), 2, "Bc is 64"),
         (problem(192), 3, "pair is 3; expected 1 or 2"),
+        (problem(512), 2, "pair is 2; expected 1"),
         (problem(192, wrt=("k", "v")), 2, "not wanted"),
     ],
-    ids=["narrow", "three", "no dq"],
+    ids=["narrow", "three", "halves of the columns", "no dq"],
 )
 def test_a_pair_that_is_not_possible_has_a_reason(of: Problem, pair: int, reason: str) -> None:
     tile = dataclasses.replace(PAIR, pair=pair)

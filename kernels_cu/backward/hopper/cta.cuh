@@ -181,7 +181,7 @@ struct HopperGradientCta {
   // cluster, consecutively.
   static constexpr int64 dq_floats = Fragments::floats / kv_tiles;
   static constexpr int64 tile_floats = ranks * dq_floats;
-  __device__ static int first_float() { return rank() * int(dq_floats); }
+  __device__ static int64 first_float() { return rank() * dq_floats; }
 
   // Returns the number of dq columns that a consumer computes. Consumers with the same rows divide
   // the CTA's slabs, and the first consumer computes an odd one.
@@ -336,7 +336,9 @@ struct HopperGradientCta {
 
   __device__ unsigned keys_address() const { return shared; }
   // The CTA's columns of its keys, and of its peer's.
-  __device__ unsigned dq_keys_address() const { return shared + rank() * PeerKeyTile::bytes; }
+  __device__ unsigned dq_keys_address() const {
+    return exchanges_ds ? shared + rank() * PeerKeyTile::bytes : shared;
+  }
   __device__ unsigned peer_keys_address() const { return shared + peer_keys_offset; }
   __device__ unsigned values_address() const { return shared + value_offset; }
   __device__ unsigned queries_address(int stage) const {

@@ -221,22 +221,23 @@ struct HopperGradientProducts {
   // Issues dQ = dS K for the consumer's rows or, if it has all rows, for a chunk of its columns.
   template <int Chunk>
   __device__ void start_dq(DqPart& sums) const {
-    const unsigned rows = cta.ds_address(ds_ring.index) +
+    const unsigned rows = matrix_address(cta.ds_address(ds_ring.index)) +
                           (Fragments::by_rows ? 64 * consumer * DsTile::box_row_bytes : 0);
+    const unsigned keys = matrix_address(cta.dq_keys_address());
     ptx::pin(sums);
     ptx::wgmma_fence();
-    multiply_dq<Chunk>(sums, rows, cta.dq_keys_address(), false);
+    multiply_dq<Chunk>(sums, rows, keys, false);
     ptx::wgmma_commit_group();
   }
 
   // Issues the product of the dS at `rows` and a chunk of the consumer's columns. The CTA's columns
-  // of k start at `keys`.
+  // of k start at `keys`. Both are addresses for matrix descriptors.
   template <int Chunk>
   __device__ void multiply_dq(DqPart& sums, unsigned rows, unsigned keys, bool accumulate) const {
-    const unsigned columns_of_chunk = matrix_address(keys) +
-                                      (Cta::first_dq_column(consumer) + Chunk * dq_columns) /
-                                          KeyTile::box_columns * KeyTile::box_bytes;
-    const unsigned long long ds = DsTile::k_along_columns() + matrix_address(rows) / 16;
+    const unsigned columns_of_chunk =
+        keys + (Cta::first_dq_column(consumer) + Chunk * dq_columns) / KeyTile::box_columns *
+                   KeyTile::box_bytes;
+    const unsigned long long ds = DsTile::k_along_columns() + rows / 16;
     const unsigned long long k = KeyTile::k_along_rows() + columns_of_chunk / 16;
 #pragma unroll
     for (int step = 0; step < Bc / 16; ++step) {
@@ -258,7 +259,8 @@ struct HopperGradientProducts {
 
   // Returns an address for use in matrix descriptors. With halves of the columns, the shuffle tells
   // the compiler that the address is uniform within a warp. It also makes the compiler compute the
-  // address each time: kept addresses cost 130 bytes of spills per thread (head_dim 512).
+  // address each time: kept addresses cost 130 bytes of spills per thread (head_dim 512). Call it
+  // before `wgmma_fence`; after it, the compiler merges shuffles and keeps addresses.
   __device__ static unsigned matrix_address(unsigned address) {
     if constexpr (Cta::exchanges_scores) address = __shfl_sync(~0u, address, 0);
     return ::matrix_address<Cta::ranks>(address);

@@ -104,8 +104,8 @@ struct HopperWideProducts : HopperGradientProducts<Config, DqColumns> {
       const int stage = peer_ds_ring().index;
       ptx::mbarrier_wait(cta.peer_ds_full(stage), peer_ds_ring().phase);
       ptx::wgmma_fence();
-      Base::template multiply_dq<0>(sums, cta.peer_ds_address(stage), cta.peer_keys_address(),
-                                    true);
+      Base::template multiply_dq<0>(sums, Base::matrix_address(cta.peer_ds_address(stage)),
+                                    Base::matrix_address(cta.peer_keys_address()), true);
       ptx::wgmma_commit_group();
     }
   }

@@ -66,7 +66,7 @@ def test_random_gradients_of_wide_heads_are_right(test: int) -> None:
         check_gradients(call, got)
 
 
-# Head dims of thread block pairs: equal halves, a partial second half, and one without columns.
+# Head dims whose columns two thread blocks divide: equal halves, a partial second half, and one without columns.
 @pytest.mark.parametrize(
     "head_dims",
     [(512, 512), (384, 384), (264, 264), (320, 448), (512, 64), (40, 512), (128, 272), (504, 256)],
@@ -75,7 +75,7 @@ def test_random_gradients_of_wide_heads_are_right(test: int) -> None:
 @pytest.mark.parametrize("heads", [(3, 3), (4, 2), (24, 3)], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_pairs_of_thread_blocks_divide_the_columns_of_wide_heads(
+def test_halves_of_the_columns_give_the_gradients(
     rng: np.random.Generator,
     head_dims: tuple[int, int],
     heads: tuple[int, int],
@@ -227,7 +227,7 @@ PAIR_OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", PAIR_OPTIONS.values(), ids=list(PAIR_OPTIONS))
 @pytest.mark.parametrize("keys", [1, 50, 64, 65, 128, 130, 449])
 @pytest.mark.parametrize("head_dims", [(256, 256), (192, 128), (136, 136), (64, 200)], ids=str)
-def test_pairs_of_thread_blocks_give_the_gradients(
+def test_pairs_of_kv_tiles_give_the_gradients(
     rng: np.random.Generator, head_dims: tuple[int, int], keys: int, options: dict[str, Any]
 ) -> None:
     rows, (dim, dim_v) = int(rng.integers(1, 400)), head_dims
@@ -249,7 +249,7 @@ def test_pairs_of_thread_blocks_give_the_gradients(
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dims", [(256, 256), (192, 128)], ids=str)
-def test_many_pairs_give_the_same_bits(head_dims: tuple[int, int], causal: bool) -> None:
+def test_many_pairs_of_kv_tiles_give_the_same_bits(head_dims: tuple[int, int], causal: bool) -> None:
     """Several waves of pairs on each SM, with sections of both orders if `causal`."""
     rng, (dim, dim_v) = np.random.default_rng(7), head_dims
     shapes = {"q": (1, 2000, 12, dim), "k": (1, 2100, 12, dim), "v": (1, 2100, 12, dim_v)}

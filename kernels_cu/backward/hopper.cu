@@ -79,8 +79,8 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
       HopperKeyConsumer<Config>(cta, 1).run();
     }
   }
-  // The peer has then received all dS, so that no copy is in flight when a CTA exits. Consumers that
-  // exchange scores wait for their peers themselves.
+  // Then both CTAs have received all dS, so that no copy is in flight when one of them exits. Warps
+  // that exchange scores wait for their peers themselves.
   if constexpr (Cta::exchanges_ds) wait_for_cluster<Cta::ranks>();
 }
 

@@ -314,8 +314,10 @@ def test_a_pair_shares_two_kv_tiles_and_half_of_a_dq_buffer() -> None:
     single = HopperBackwardTile(64, 64, exchange_stages=2, buffers_dq=1)
     pair = dataclasses.replace(single, pair=2)
     of = problem(192, 128, seqlen_k=64 * 7, heads=3, batch=5)
-    (launch,) = (x for x in hopper.schedule(of, h100, pair).launches if x.entry == "key_gradients")
-    assert (launch.grid, launch.cluster) == ((4 * 3 * 5, 1, 2), 2)
+    found = launches_of(hopper.schedule(of, h100, pair))
+    assert found["key_gradients"] == ((4 * 3 * 5, 1, 2), 2)
+    # One thread block converts all columns of a dq tile.
+    assert found["query_gradients"][0][2] == 1
     more = hopper.shared_memory(of, pair) - hopper.shared_memory(of, single)
     # The peer's keys and dS, their barriers, and half of the buffer.
     assert more == 64 * 96 * 2 + 3 * (64 * 64 * 2 + 8) - 64 * 96 * 4

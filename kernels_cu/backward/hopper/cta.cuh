@@ -99,8 +99,8 @@ struct WarpgroupFragments {
 
 // Tile coordinates of a CTA, and the query tiles that it iterates over. Kept in shared memory if
 // both head dims are 256: 468 instead of 451 TFLOP/s (H200, 16384 tokens). For smaller head dims,
-// spilling a few registers is faster, except with lists of query tiles, where consumers for head_dim
-// 128 spill 50 bytes less, and with halves of the columns: up to 100 bytes less.
+// spilling a few registers is faster, with two exceptions: with lists of query tiles, consumers for
+// head_dim 128 spill 50 bytes less, and with halves of the columns up to 100 bytes less.
 template <class Config>
 struct HopperGradientBlockInfo {
   static constexpr bool is_shared = Config::block_mask || Config::cta_ranks > 1 ||
@@ -366,8 +366,8 @@ struct HopperGradientCta {
   __device__ static unsigned at_peer(unsigned address) {
     return ptx::map_to_cta(address, rank() ^ 1);
   }
-  // Returns the row statistics of a stage: first lse_log2 of each row, then -delta of each row. If dP
-  // is a sum over parts of the columns, CTAs other than the first have zeros instead of -delta.
+  // Returns the row statistics of a stage: first lse_log2 of each row, then -delta of each row. If
+  // dP is a sum over parts of the columns, the second CTA has zeros instead of -delta.
   __device__ float* stats(int stage) const {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     return reinterpret_cast<float*>(shared_memory + stats_offset) + stage * 2 * Br;

@@ -96,7 +96,9 @@ struct HopperGradientProducts {
   __device__ void clean_keys() const {
     if constexpr (Config::inspects) {
       clean_rows<KeyTile>(cta.keys_address());
-      if constexpr (Cta::exchanges_ds) clean_rows<typename Cta::PeerKeyTile>(cta.peer_keys_address());
+      if constexpr (Cta::exchanges_ds) {
+        clean_rows<typename Cta::PeerKeyTile>(cta.peer_keys_address());
+      }
       ptx::fence_proxy_async();
       Cta::sync_consumer(consumer);
     }
@@ -196,13 +198,13 @@ struct HopperGradientProducts {
 
   // Issues dV += P^T dO.
   __device__ void start_dv(float (&dv_sums)[dim_v / 2], const LeftOperand& left_p, int part) const {
-    start_sums<DoutTile, dim_v>(
-        dv_sums, left_p, rows_of<DoutTile>(cta.dout_address(dout_ring.index), part));
+    start_sums<DoutTile, dim_v>(dv_sums, left_p,
+                                rows_of<DoutTile>(cta.dout_address(dout_ring.index), part));
   }
   // Issues dK += dS^T Q.
   __device__ void start_dk(float (&dk_sums)[dim / 2], const LeftOperand& left_ds, int part) const {
-    start_sums<QueryTile, dim>(
-        dk_sums, left_ds, rows_of<QueryTile>(cta.queries_address(q_ring.index), part));
+    start_sums<QueryTile, dim>(dk_sums, left_ds,
+                               rows_of<QueryTile>(cta.queries_address(q_ring.index), part));
   }
   template <class Tile, int Columns>
   __device__ static void start_sums(float (&sums)[Columns / 2], const LeftOperand& left,

@@ -1,23 +1,24 @@
-// Exchange of partial sums between two CTAs of a cluster that own a KV tile, if a head is too wide
-// for one CTA. Each CTA has half of the columns of q, k, v and dout, so that its S and dP are sums
-// over half of the columns. It sends them to its peer CTA and adds those that it receives. As a + b
+// Exchange of partial scores between two CTAs of a cluster that own a KV tile, if a head is too
+// wide for one CTA. Each CTA has half of the columns of q, k, v and dout, so that its S and dP are
+// sums over half of the columns. It sends them to its peer CTA and adds those that it receives. As a + b
 // equals b + a, both CTAs get bitwise equal P and dS. They multiply P and dS by their own columns,
 // so nothing else is exchanged.
 //
 // A consumer warp exchanges sums with the same warp of the peer CTA: S if it is a warp of the dv
-// consumer, otherwise dP. It has one receive buffer and two barriers:
+// consumer, otherwise dP. It has one receive buffer and two barriers, `peer_scores_full` (full) and
+// `peer_scores_read` (read):
 //
 //   warp of CTA 0                          peer warp in CTA 1
 //   ------------------------------------   ------------------------------------
-//   peer_scores_full: expects the bytes           peer_scores_full: expects the bytes
-//   peer_scores_read: waits for sums i - 1        peer_scores_read: waits for sums i - 1
-//   st_async  ------ sums i ------------>  buffer, counted on peer_scores_full
+//   full: expects the bytes                full: expects the bytes
+//   read: waits for sums i - 1             read: waits for sums i - 1
+//   st_async  ------ sums i ------------>  buffer, counted on full
 //   buffer    <----- sums i -------------  st_async
-//   waits for peer_scores_full, reads, adds       waits for peer_scores_full, reads, adds
-//   arrives   -------------------------->  peer_scores_read
-//   peer_scores_read <--------------------------  arrives
+//   waits for full, reads, adds            waits for full, reads, adds
+//   arrives   -------------------------->  read
+//   read      <--------------------------  arrives
 //
-// A warp waits for the last arrival at `peer_scores_read` before it exits. By then it has received all
+// A warp waits for the last arrival at its `read` before it exits. By then it has received all
 // sums, so one CTA may exit before the other.
 #pragma once
 
@@ -73,7 +74,8 @@ struct HopperScoreExchange<Config, true> {
       for (int c = 0; c < 4; ++c) sums[4 * i + c] += __uint_as_float(four[c]);
     }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive_at_cta(Cta::at_peer(cta.peer_scores_read(warp())));
+    const unsigned read = cta.peer_scores_read(warp());
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive_at_cta(Cta::at_peer(read));
     phase ^= 1;
   }
 

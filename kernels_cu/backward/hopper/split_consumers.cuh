@@ -14,8 +14,8 @@
 //   dk consumer   ...... dS(i) -> dK(i)  dQ(i), first | dQ(i), second | dP(i + 1)
 //
 // If two CTAs have halves of the columns (score_exchange.cuh), a consumer sends its S or dP to the
-// peer CTA once the product is complete, and adds that of the peer CTA when it needs the sum: the dv
-// consumer for P, the dk consumer for dS.
+// peer CTA once the product is complete, and adds what the peer CTA sent when it needs the sum: the
+// dv consumer for P, the dk consumer for dS.
 //
 // No barrier signals that a buffer is empty. The dv consumer writes P to a buffer once dS of the
 // tile that used it has arrived, and the dk consumer wrote that dS after it had read P. The dk
@@ -80,8 +80,7 @@ struct HopperWideProducts : HopperGradientProducts<Config, DqColumns> {
 
   PipelineState<Cta::sums_stages> semaphore_ring = {};
   // Position among the buffers of the peer's dS, if it differs from that among the CTA's own.
-  static constexpr bool has_peer_ring =
-      Cta::exchanges_ds && Cta::peer_ds_stages != Cta::ds_stages;
+  static constexpr bool has_peer_ring = Cta::exchanges_ds && Cta::peer_ds_stages != Cta::ds_stages;
   PipelineState<has_peer_ring ? Cta::peer_ds_stages : 1> other_peer_ring = {};
   HopperScoreExchange<Config> score_exchange = {cta, consumer};
   unsigned no_operand[1];  // placeholder: k and v stay in shared memory, not in registers
@@ -96,8 +95,8 @@ struct HopperWideProducts : HopperGradientProducts<Config, DqColumns> {
     }
   }
 
-  // In a pair of KV tiles, waits for the peer's dS and issues its product with the peer's keys. The product of
-  // the CTA's own dS and keys may be in flight.
+  // In a pair of KV tiles, waits for the peer's dS and issues its product with the peer's keys. The
+  // product of the CTA's own dS and keys may be in flight.
   __device__ void add_peer_dq(DqPart& sums) const {
     if constexpr (Cta::exchanges_ds) {
       static_assert(Base::dq_chunks == 1, "each consumer of a pair has one chunk");

@@ -66,7 +66,8 @@ def test_random_gradients_of_wide_heads_are_right(test: int) -> None:
         check_gradients(call, got)
 
 
-# Head dims whose columns two thread blocks divide: equal halves, a partial second half, and one without columns.
+# Head dims whose columns two thread blocks divide: equal halves, a partial second half, and one
+# without columns.
 @pytest.mark.parametrize(
     "head_dims",
     [(512, 512), (384, 384), (264, 264), (320, 448), (512, 64), (40, 512), (128, 272), (504, 256)],
@@ -249,7 +250,7 @@ def test_pairs_of_kv_tiles_give_the_gradients(
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dims", [(256, 256), (192, 128)], ids=str)
-def test_many_pairs_of_kv_tiles_give_the_same_bits(head_dims: tuple[int, int], causal: bool) -> None:
+def test_many_pairs_give_the_same_bits(head_dims: tuple[int, int], causal: bool) -> None:
     """Several waves of pairs on each SM, with sections of both orders if `causal`."""
     rng, (dim, dim_v) = np.random.default_rng(7), head_dims
     shapes = {"q": (1, 2000, 12, dim), "k": (1, 2100, 12, dim), "v": (1, 2100, 12, dim_v)}

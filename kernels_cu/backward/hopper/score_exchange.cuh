@@ -1,8 +1,8 @@
 // Exchange of partial scores between two CTAs of a cluster that own a KV tile, if a head is too
 // wide for one CTA. Each CTA has half of the columns of q, k, v and dout, so that its S and dP are
-// sums over half of the columns. It sends them to its peer CTA and adds those that it receives. As a + b
-// equals b + a, both CTAs get bitwise equal P and dS. They multiply P and dS by their own columns,
-// so nothing else is exchanged.
+// sums over half of the columns. It sends them to its peer CTA and adds those that it receives. As
+// a + b equals b + a, both CTAs get bitwise equal P and dS. They multiply P and dS by their own
+// columns, so nothing else is exchanged.
 //
 // A consumer warp exchanges sums with the same warp of the peer CTA: S if it is a warp of the dv
 // consumer, otherwise dP. It has one receive buffer and two barriers, `peer_scores_full` (full) and

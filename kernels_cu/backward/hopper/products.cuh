@@ -534,9 +534,13 @@ struct HopperGradientProducts {
     const int key = cta.coord.begin + lane_key() + 8 * half;
     const bool is_visible = cta.mask.row_begin(key, cta.sequence.seqlen_q) <
                             cta.mask.row_end(key, cta.sequence.seqlen_q);
-    if constexpr (sums_p) return is_visible && sum_of_lanes(p_sums[half]) != 0;
-    if constexpr (Mods::masks_pairs) return is_visible && cta.is_visible_key(key);
-    return is_visible;
+    if constexpr (sums_p) {
+      return is_visible && sum_of_lanes(p_sums[half]) != 0;
+    } else if constexpr (Mods::masks_pairs) {
+      return is_visible && cta.is_visible_key(key);
+    } else {
+      return is_visible;
+    }
   }
 
   template <int Count>

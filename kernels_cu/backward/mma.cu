@@ -27,14 +27,15 @@ struct MmaGradients : MmaGradientProducts<Config> {
   using Base::Bc, Base::stages, Base::threads, Base::query_warps, Base::warp_keys, Base::row_tiles;
   using Base::columns, Base::passes, Base::dq_column_warps, Base::dq_row_tiles, Base::dq_steps;
   using Base::operand_columns, Base::shares_operands, Base::paired;
-  using Base::refines_p, Base::refines_ds, Base::is_bounded, Base::exchanges_p, Base::exchanges_ds;
+  using Base::refines_p, Base::refines_ds, Base::exchanges_p, Base::exchanges_ds;
   using Base::stage_bytes, Base::stages_offset, Base::p, Base::coord, Base::sequence, Base::mask;
-  using Base::memory, Base::shared, Base::scale_log2, Base::warp, Base::lane, Base::tiles;
-  using Base::full_end, Base::key_warp, Base::query_warp, Base::keys_address, Base::values_address,
+  using Base::memory, Base::shared, Base::scale_log2, Base::warp, Base::lane;
+  using Base::key_warp, Base::query_warp, Base::keys_address, Base::values_address,
       Base::ds_address;
   using Base::p_address, Base::queries_address, Base::dout_address, Base::stats_address,
       Base::load_keys, Base::load;
-  using Base::first_step, Base::is_last, Base::next_step, Base::order_index, Base::read;
+  using Base::has_steps, Base::first_step, Base::is_last, Base::next_step, Base::is_masked;
+  using Base::order_index, Base::read;
   using Base::multiply_paired, Base::units, Base::second_unit, Base::scale, Base::read_ds;
   using Base::first_dq_tile, Base::p_units_begin, Base::ds_units_begin, Base::factors;
   using Base::clean_keys, Base::clean_queries, Base::apply_to_left;
@@ -64,7 +65,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     clear(dv_sums);
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) p_sums[i][0] = p_sums[i][1] = 0;
-    if (tiles.begin < tiles.end) process_tiles();
+    if (has_steps()) process_tiles();
     if constexpr (Config::splits_queries) {
       if (!merge_chunks()) return;
     }
@@ -75,7 +76,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
   __device__ void process_tiles() {
     load_keys();
     Step step = first_step();
-    load(0, step);
+    load(0, step.head, step.tile);
     int stage = 0;
     if constexpr (Config::inspects && !has_components) clean_keys();
     while (true) {
@@ -83,15 +84,18 @@ struct MmaGradients : MmaGradientProducts<Config> {
       // Wait until all warps are done with the previous tile: the next load overwrites its stage.
       __syncthreads();
       if constexpr (Config::inspects && !has_components) clean_queries(stage);
-      if (stages > 1 && !is_last(step)) load(1 - stage, next_step(step));
-      process_tile(stage, step.head, step.tile);
+      if (stages > 1 && !is_last(step)) {
+        const Step next = next_step(step);
+        load(1 - stage, next.head, next.tile);
+      }
+      process_tile(stage, step.head, step.tile, order_index(step), is_masked(step));
       if (is_last(step)) break;
       step = next_step(step);
       if (stages > 1) {
         stage = 1 - stage;
       } else {
         __syncthreads();
-        load(0, step);
+        load(0, step.head, step.tile);
       }
     }
     __syncthreads();
@@ -126,11 +130,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
   }
 
-  __device__ void process_tile(int stage, int head, int tile) {
-    // The mask is also needed past the last key. Missing keys are zeros, so their scores are 0, and
-    // their P may be infinite. Infinity times 0 would make dq NaN.
-    const bool is_masked = coord.begin + Bc > sequence.seqlen_k ||
-                           (is_bounded && (tile < tiles.full_begin || tile >= full_end));
+  __device__ void process_tile(int stage, int head, int tile, int order_index, bool is_masked) {
     int current = 0;  // value of the semaphore, in thread 0
     if constexpr (wants_q) {
       if (threadIdx.x == 0) {
@@ -147,11 +147,10 @@ struct MmaGradients : MmaGradientProducts<Config> {
     if constexpr (wants_q) {
       const DqSums<Config> sums(p);
       const int slot = sums.tile_slot(p, sequence, coord.batch, head, tile);
-      const int index = order_index(tile);
-      if (threadIdx.x == 0) semaphore_wait(sums.semaphores + slot, index, current);
+      if (threadIdx.x == 0) semaphore_wait(sums.semaphores + slot, order_index, current);
       __syncthreads();
       add_other_warps(stage);
-      add_dq(stage, head, tile, index);
+      add_dq(stage, head, tile, order_index);
       pending_release = slot;
     } else if constexpr (query_warps > 1) {
       __syncthreads();
@@ -214,7 +213,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
         reinterpret_cast<const Stats*>(memory + (stats_address(stage) - shared)) + column;
     const Units unit = units(stage);
     constexpr bool of_scaled = has_components && !Config::Mods::changes_scores;
-    const SoftmaxBackward<Config, columns / 4, 2 * row_tiles> softmax_backward = {
+    const SoftmaxBackward<Config, columns / 4, 2 * row_tiles, GradientParams, PairsOnDemand, Config::block_mask> softmax_backward = {
         p,
         mask,
         sequence,
@@ -459,8 +458,9 @@ template <class Config>
 __device__ void mma_gradients(const GradientParams& p) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   // With a causal mask, the first KV tiles have the most query tiles, so their CTAs start first.
+  // In the dq order of lists, the last KV tiles are first (backward/listed_tiles.cuh).
   const GradientTileCoord coord =
-      gradient_tile_coord<Config, Config::Bc, true, false>(p, blockIdx.x);
+      gradient_tile_coord<Config, Config::Bc, true, Config::block_mask>(p, blockIdx.x);
   const Sequence sequence = sequence_of<Config>(p, coord.batch);
   if (coord.begin >= sequence.seqlen_k) return;
   MmaGradients<Config>(p, coord, sequence, shared_memory).run();

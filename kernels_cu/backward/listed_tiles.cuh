@@ -8,6 +8,7 @@
 #pragma once
 
 #include "block_mask/query_tile_lists.cuh"
+#include "scheduler/tile_coord.cuh"
 
 // `Cta` is the state of a family's CTA, whose sequence of query tiles the list replaces.
 template <class Config, class Cta>

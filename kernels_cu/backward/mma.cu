@@ -34,8 +34,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
       Base::ds_address;
   using Base::p_address, Base::queries_address, Base::dout_address, Base::stats_address,
       Base::load_keys, Base::load;
-  using Base::has_steps, Base::first_step, Base::is_last, Base::next_step, Base::is_masked;
-  using Base::order_index, Base::read;
+  using Base::has_steps, Base::first_step, Base::is_last, Base::next_step, Base::order_index;
+  using Base::read;
   using Base::multiply_paired, Base::units, Base::second_unit, Base::scale, Base::read_ds;
   using Base::first_dq_tile, Base::p_units_begin, Base::ds_units_begin, Base::factors;
   using Base::clean_keys, Base::clean_queries, Base::apply_to_left;
@@ -53,10 +53,19 @@ struct MmaGradients : MmaGradientProducts<Config> {
   using typename Base::Left;
   using typename Base::Units;
 
+  // `SoftmaxBackward` of the scores that a lane holds. The mask is evaluated before the products.
+  using Softmax = SoftmaxBackward<Config, columns / 4, 2 * row_tiles, GradientParams, PairsOnDemand,
+                                  Config::block_mask, Config::Mods::masks_pairs>;
+  using VisiblePairs = typename Softmax::VisiblePairs;
+  // Whether bits record which keys have a visible pair. A score of -inf masks its pair, too.
+  static constexpr bool records_bits = Config::Mods::masks_pairs && !Config::Mods::changes_scores;
+
   float dk_sums[row_tiles][2 * Columns::steps][4];
   float dv_sums[row_tiles][2 * ColumnsV::steps][4];
-  float p_sums[row_tiles][2];  // sums of P, to detect keys whose pairs are all masked
-  int pending_release = -1;    // tile slot of the semaphore still to be released, or -1
+  // Bits of visible pairs, or sums of P, to detect keys whose pairs are all masked.
+  VisiblePairs any_visible = 0;
+  float p_sums[row_tiles][2];
+  int pending_release = -1;  // tile slot of the semaphore still to be released, or -1
 
   using Base::Base;
 
@@ -88,7 +97,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
         const Step next = next_step(step);
         load(1 - stage, next.head, next.tile);
       }
-      process_tile(stage, step.head, step.tile, order_index(step), is_masked(step));
+      process_tile(stage, step);
       if (is_last(step)) break;
       step = next_step(step);
       if (stages > 1) {
@@ -130,7 +139,9 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
   }
 
-  __device__ void process_tile(int stage, int head, int tile, int order_index, bool is_masked) {
+  __device__ void process_tile(int stage, const Step& step) {
+    const int head = step.head, tile = step.tile;
+    const bool is_masked = this->is_masked(step);
     int current = 0;  // value of the semaphore, in thread 0
     if constexpr (wants_q) {
       if (threadIdx.x == 0) {
@@ -147,10 +158,11 @@ struct MmaGradients : MmaGradientProducts<Config> {
     if constexpr (wants_q) {
       const DqSums<Config> sums(p);
       const int slot = sums.tile_slot(p, sequence, coord.batch, head, tile);
-      if (threadIdx.x == 0) semaphore_wait(sums.semaphores + slot, order_index, current);
+      const int index = order_index(step);
+      if (threadIdx.x == 0) semaphore_wait(sums.semaphores + slot, index, current);
       __syncthreads();
       add_other_warps(stage);
-      add_dq(stage, head, tile, order_index);
+      add_dq(stage, head, tile, index);
       pending_release = slot;
     } else if constexpr (query_warps > 1) {
       __syncthreads();
@@ -165,6 +177,13 @@ struct MmaGradients : MmaGradientProducts<Config> {
   __device__ void compute_pairs(int stage, int head, int tile, int first, bool is_masked) {
     const unsigned query_rows = queries_address(stage) + first * Layout::row_bytes;
     const unsigned dout_rows = dout_address(stage) + first * LayoutV::row_bytes;
+    VisiblePairs visible_pairs = 0;
+    if constexpr (Config::Mods::masks_pairs) {
+      if (is_masked) {
+        visible_pairs = softmax_of(head, scale_log2)
+                            .find_visible_pairs(rows_from(tile, first), first_key(), key_step());
+      }
+    }
     Scores scores;     // S^T, then P^T
     Scores gradients;  // dP^T, then dS^T
     if constexpr (paired) {
@@ -177,9 +196,9 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
     if (First) release_semaphore();
     if (is_masked) {
-      softmax_backward<true>(scores, gradients, stage, head, tile, first);
+      softmax_backward<true>(scores, gradients, stage, head, tile, first, visible_pairs);
     } else {
-      softmax_backward<false>(scores, gradients, stage, head, tile, first);
+      softmax_backward<false>(scores, gradients, stage, head, tile, first, visible_pairs);
     }
     if constexpr (has_components && wants_v) factors(stage).apply_to_p(scores, first);
     const float ds_second_unit =
@@ -205,23 +224,39 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
   }
 
+  // Return the softmax backward of a head, and the arguments of its functions.
+  __device__ Softmax softmax_of(int head, float scale_log2, VisiblePairs visible_pairs = 0) const {
+    return {p,
+            mask,
+            sequence,
+            coord.batch,
+            head,
+            scale_log2,
+            has_components ? 1 / Units::p_unit : 1,
+            has_components ? Units::p_log2 : 0,
+            {},
+            visible_pairs};
+  }
+  // `first` is the first of the queries whose scores the warp computes, within the tile.
+  __device__ int first_query(int first) const { return first + lane % 4 * 2; }
+  __device__ auto rows_from(int tile, int first) const {
+    const int row = tile * Br + first_query(first);
+    return [=](int r) { return row + r / 2 * 8 + r % 2; };
+  }
+  __device__ int first_key() const { return coord.begin + key_warp() * warp_keys + lane / 4; }
+  __device__ static auto key_step() {
+    return [](int n) { return n / 2 * 16 + n % 2 * 8; };
+  }
+
   template <bool Masked>
   __device__ void softmax_backward(Scores& scores, Scores& gradients, int stage, int head, int tile,
-                                   int first) {
-    const int column = first + lane % 4 * 2;  // column of the lane's first element in the tile
-    const Stats* stats =
-        reinterpret_cast<const Stats*>(memory + (stats_address(stage) - shared)) + column;
+                                   int first, VisiblePairs visible_pairs) {
+    const Stats* stats = reinterpret_cast<const Stats*>(memory + (stats_address(stage) - shared)) +
+                         first_query(first);
     const Units unit = units(stage);
     constexpr bool of_scaled = has_components && !Config::Mods::changes_scores;
-    const SoftmaxBackward<Config, columns / 4, 2 * row_tiles, GradientParams, PairsOnDemand, Config::block_mask> softmax_backward = {
-        p,
-        mask,
-        sequence,
-        coord.batch,
-        head,
-        of_scaled ? scale_log2 * unit.score : scale_log2,
-        has_components ? 1 / Units::p_unit : 1,
-        has_components ? Units::p_log2 : 0};
+    const Softmax softmax =
+        softmax_of(head, of_scaled ? scale_log2 * unit.score : scale_log2, visible_pairs);
     const auto element = [](auto& values, int r, int n) -> float& {
       return values[n / 2][r / 2][2 * (n % 2) + r % 2];
     };
@@ -229,14 +264,15 @@ struct MmaGradients : MmaGradientProducts<Config> {
       scale(scores, gradients, unit);
       mask_infinite_keys(scores);
     }
-    softmax_backward.template run<Masked>(
-        [&](int r) { return tile * Br + column + r / 2 * 8 + r % 2; },
-        coord.begin + key_warp() * warp_keys + lane / 4,
+    softmax.template run<Masked>(
+        rows_from(tile, first), first_key(),
         [&](int r) { return unit.scale(stats[r / 2 * 8 + r % 2]); },
         [&](int r, int n) -> float& { return element(scores, r, n); },
         [&](int r, int n) -> float& { return element(gradients, r, n); },
-        [](int n) { return n / 2 * 16 + n % 2 * 8; });
-    if constexpr (Config::Mods::masks_pairs) {
+        key_step());
+    if constexpr (records_bits) {
+      any_visible |= Masked ? visible_pairs : ~VisiblePairs(0);
+    } else if constexpr (Config::Mods::masks_pairs) {
 #pragma unroll
       for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
@@ -379,7 +415,9 @@ struct MmaGradients : MmaGradientProducts<Config> {
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (p_sums[i][half] != 0) {
+        const bool is_visible = records_bits ? Softmax::has_visible_pair(any_visible, 2 * i + half)
+                                             : p_sums[i][half] != 0;
+        if (is_visible) {
           flags[key_warp() * warp_keys + 16 * i + 8 * half + lane / 4] = 1;
         }
       }

@@ -67,6 +67,13 @@ UNITS: list[tuple[str, str, str, int, int, dict[str, Any]]] = [
     ("hopper", "sm_90", "bfloat16", 256, 32, {"mask_mod": DOCUMENTS}),
     ("hopper", "sm_90", "bfloat16", 128, 124, {"mask_mod": BY_HEAD}),
     ("hopper", "sm_90", "bfloat16", 128, 92, {"mask_mod": DOCUMENTS, "softcap": 20.0}),
+    ("mma", "sm_80", "bfloat16", 64, 999, {"mask_mod": DOCUMENTS, "causal": True}),
+    ("mma", "sm_89", "float16", 64, 999, {"mask_mod": DOCUMENTS}),
+    ("mma", "sm_90", "bfloat16", 128, 999, {"mask_mod": BY_HEAD}),
+    ("mma", "sm_90", "bfloat16", 128, 999, {"mask_mod": DOCUMENTS, "softcap": 20.0}),
+    ("mma", "sm_80", "bfloat16", 256, 999, {"mask_mod": DOCUMENTS}),
+    ("mma", "sm_90", "bfloat16", 512, 999, {"mask_mod": DOCUMENTS}),
+    ("mma", "sm_90", "float32", 64, 999, {"mask_mod": DOCUMENTS, "causal": True}),
     ("mma", "sm_86", "float16", 64, 0, {"wrt": ("q", "bias"), "bias": BIAS}),
     *(
         ("hopper", "sm_90", dtype, head_dim, spilled, {"wrt": ("bias",), "bias": bias} | options)

@@ -231,13 +231,15 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
     def _section(self, problem: Problem, device: Device, tile: MmaBackwardTile, slots: int) -> int:
         """Return the number of query heads whose tiles are interleaved.
 
-        q, dout and the dq accumulator of these heads should fit in half of L2. But with too few heads,
-        the KV tiles of a head would wait for each other when the kernel begins.
+        q, dout and the dq accumulator of these heads should fit in half of L2. But with too few
+        heads, the KV tiles of a head would wait for each other when the kernel begins.
         """
         has_lists = self.uses_block_mask(problem, tile)
         rows = backward_common.visited_rows(problem, has_lists=has_lists)
         group = problem.heads_q // problem.heads_kv
-        row_bytes = (problem.head_dim + problem.head_dim_v) * problem.itemsize + 4 * problem.head_dim
+        row_bytes = (
+            problem.head_dim + problem.head_dim_v
+        ) * problem.itemsize + 4 * problem.head_dim
         in_l2 = device.l2_cache // 2 // max(1, group * rows * row_bytes)
         steps = group * ceil_div(rows, tile.Br)
         at_once = min(_MAX_CONCURRENT, max(1, steps // _STEPS_PER_TILE))

@@ -3,7 +3,8 @@
 // which another kernel first writes preswizzled tiles (preprocess/preswizzle.cuh).
 //
 // FlashAttention-2 (Dao 2023, algorithm 2): a CTA owns a KV tile, whose dk and dv it keeps in
-// registers. It iterates over the query tiles of all query heads, from the last to the first:
+// registers. It iterates over the query tiles of all query heads, from the last to the first or, if
+// functions mask pairs, in the order of lists (listed_tiles.cuh):
 //
 //   S^T = K Q^T,  dP^T = V dO^T,  P and dS from these,  dV += P^T dO,  dK += dS^T Q,  dQ = dS K
 //
@@ -20,6 +21,46 @@
 
 #if __CUDA_ARCH__ >= 800
 
+// Keys of a lane that have a visible pair, detected by sums of P or, with `HasBits`, by bits of
+// visible pairs. Bits take fewer registers.
+template <class Softmax, int row_tiles, int columns, bool HasBits>
+struct VisibleKeysOf {
+  using Scores = float[row_tiles][columns / 8][4];
+  float p_sums[row_tiles][2];
+
+  __device__ void clear() {
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) p_sums[i][0] = p_sums[i][1] = 0;
+  }
+  template <bool Masked>
+  __device__ void record(const Scores& p, typename Softmax::VisiblePairs) {
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < columns / 8; ++j) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) p_sums[i][c / 2] += p[i][j][c];
+      }
+    }
+  }
+  __device__ bool include(int i, int half) const { return p_sums[i][half] != 0; }
+};
+template <class Softmax, int row_tiles, int columns>
+struct VisibleKeysOf<Softmax, row_tiles, columns, true> {
+  using Scores = float[row_tiles][columns / 8][4];
+  using VisiblePairs = typename Softmax::VisiblePairs;
+  VisiblePairs any_visible;
+
+  __device__ void clear() { any_visible = 0; }
+  template <bool Masked>
+  __device__ void record(const Scores&, VisiblePairs visible_pairs) {
+    any_visible |= Masked ? visible_pairs : ~VisiblePairs(0);
+  }
+  __device__ bool include(int i, int half) const {
+    return Softmax::has_visible_pair(any_visible, 2 * i + half);
+  }
+};
+
 template <class Config>
 struct MmaGradients : MmaGradientProducts<Config> {
   using Base = MmaGradientProducts<Config>;
@@ -34,8 +75,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
       Base::ds_address;
   using Base::p_address, Base::queries_address, Base::dout_address, Base::stats_address,
       Base::load_keys, Base::load;
-  using Base::has_steps, Base::first_step, Base::is_last, Base::next_step, Base::order_index;
-  using Base::read;
+  using Base::has_steps, Base::first_step, Base::is_last, Base::next_step, Base::is_masked;
+  using Base::order_index, Base::read;
   using Base::multiply_paired, Base::units, Base::second_unit, Base::scale, Base::read_ds;
   using Base::first_dq_tile, Base::p_units_begin, Base::ds_units_begin, Base::factors;
   using Base::clean_keys, Base::clean_queries, Base::apply_to_left;
@@ -53,18 +94,21 @@ struct MmaGradients : MmaGradientProducts<Config> {
   using typename Base::Left;
   using typename Base::Units;
 
-  // `SoftmaxBackward` of the scores that a lane holds. The mask is evaluated before the products.
+  // Whether functions that mask pairs are evaluated before the products of a tile, and not with the
+  // scores. In tiles of lists this takes fewer registers: with head_dim 64 and documents, the kernel
+  // spills 60 instead of 1284 bytes (sm_90).
+  static constexpr bool finds_pairs = Config::block_mask && Config::Mods::masks_pairs;
+  // `SoftmaxBackward` of the scores that a lane holds.
   using Softmax = SoftmaxBackward<Config, columns / 4, 2 * row_tiles, GradientParams, PairsOnDemand,
-                                  Config::block_mask, Config::Mods::masks_pairs>;
+                                  Config::block_mask, finds_pairs>;
   using VisiblePairs = typename Softmax::VisiblePairs;
-  // Whether bits record which keys have a visible pair. A score of -inf masks its pair, too.
-  static constexpr bool records_bits = Config::Mods::masks_pairs && !Config::Mods::changes_scores;
+  // A score of -inf masks its pair, too.
+  using VisibleKeys = VisibleKeysOf<Softmax, row_tiles, columns,
+                                    finds_pairs && !Config::Mods::changes_scores>;
 
   float dk_sums[row_tiles][2 * Columns::steps][4];
   float dv_sums[row_tiles][2 * ColumnsV::steps][4];
-  // Bits of visible pairs, or sums of P, to detect keys whose pairs are all masked.
-  VisiblePairs any_visible = 0;
-  float p_sums[row_tiles][2];
+  VisibleKeys visible_keys;
   int pending_release = -1;  // tile slot of the semaphore still to be released, or -1
 
   using Base::Base;
@@ -72,8 +116,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
   __device__ void run() {
     clear(dk_sums);
     clear(dv_sums);
-#pragma unroll
-    for (int i = 0; i < row_tiles; ++i) p_sums[i][0] = p_sums[i][1] = 0;
+    visible_keys.clear();
     if (has_steps()) process_tiles();
     if constexpr (Config::splits_queries) {
       if (!merge_chunks()) return;
@@ -97,7 +140,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
         const Step next = next_step(step);
         load(1 - stage, next.head, next.tile);
       }
-      process_tile(stage, step);
+      process_tile(stage, step.head, step.tile, order_index(step), is_masked(step));
       if (is_last(step)) break;
       step = next_step(step);
       if (stages > 1) {
@@ -139,9 +182,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
   }
 
-  __device__ void process_tile(int stage, const Step& step) {
-    const int head = step.head, tile = step.tile;
-    const bool is_masked = this->is_masked(step);
+  __device__ void process_tile(int stage, int head, int tile, int order_index, bool is_masked) {
     int current = 0;  // value of the semaphore, in thread 0
     if constexpr (wants_q) {
       if (threadIdx.x == 0) {
@@ -158,11 +199,10 @@ struct MmaGradients : MmaGradientProducts<Config> {
     if constexpr (wants_q) {
       const DqSums<Config> sums(p);
       const int slot = sums.tile_slot(p, sequence, coord.batch, head, tile);
-      const int index = order_index(step);
-      if (threadIdx.x == 0) semaphore_wait(sums.semaphores + slot, index, current);
+      if (threadIdx.x == 0) semaphore_wait(sums.semaphores + slot, order_index, current);
       __syncthreads();
       add_other_warps(stage);
-      add_dq(stage, head, tile, index);
+      add_dq(stage, head, tile, order_index);
       pending_release = slot;
     } else if constexpr (query_warps > 1) {
       __syncthreads();
@@ -177,13 +217,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
   __device__ void compute_pairs(int stage, int head, int tile, int first, bool is_masked) {
     const unsigned query_rows = queries_address(stage) + first * Layout::row_bytes;
     const unsigned dout_rows = dout_address(stage) + first * LayoutV::row_bytes;
-    VisiblePairs visible_pairs = 0;
-    if constexpr (Config::Mods::masks_pairs) {
-      if (is_masked) {
-        visible_pairs = softmax_of(head, scale_log2)
-                            .find_visible_pairs(rows_from(tile, first), first_key(), key_step());
-      }
-    }
+    const VisiblePairs visible_pairs = find_visible_pairs(head, tile, first, is_masked);
     Scores scores;     // S^T, then P^T
     Scores gradients;  // dP^T, then dS^T
     if constexpr (paired) {
@@ -248,6 +282,17 @@ struct MmaGradients : MmaGradientProducts<Config> {
     return [](int n) { return n / 2 * 16 + n % 2 * 8; };
   }
 
+  // Returns the visible pairs of a masked tile, if `finds_pairs`.
+  __device__ VisiblePairs find_visible_pairs(int head, int tile, int first, bool is_masked) const {
+    if constexpr (finds_pairs) {
+      if (is_masked) {
+        return softmax_of(head, scale_log2)
+            .find_visible_pairs(rows_from(tile, first), first_key(), key_step());
+      }
+    }
+    return 0;
+  }
+
   template <bool Masked>
   __device__ void softmax_backward(Scores& scores, Scores& gradients, int stage, int head, int tile,
                                    int first, VisiblePairs visible_pairs) {
@@ -270,17 +315,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
         [&](int r, int n) -> float& { return element(scores, r, n); },
         [&](int r, int n) -> float& { return element(gradients, r, n); },
         key_step());
-    if constexpr (records_bits) {
-      any_visible |= Masked ? visible_pairs : ~VisiblePairs(0);
-    } else if constexpr (Config::Mods::masks_pairs) {
-#pragma unroll
-      for (int i = 0; i < row_tiles; ++i) {
-#pragma unroll
-        for (int j = 0; j < columns / 8; ++j) {
-#pragma unroll
-          for (int c = 0; c < 4; ++c) p_sums[i][c / 2] += scores[i][j][c];
-        }
-      }
+    if constexpr (Config::Mods::masks_pairs) {
+      visible_keys.template record<Masked>(scores, visible_pairs);
     }
   }
 
@@ -405,8 +441,9 @@ struct MmaGradients : MmaGradientProducts<Config> {
     return is_visible;
   }
 
-  // If modifications mask pairs, combines `p_sums` of the warps that have the same keys into flags.
-  __device__ void combine_p_sums() {
+  // If modifications mask pairs, combines `visible_keys` of the warps that have the same keys into
+  // flags.
+  __device__ void combine_visible_keys() {
     int* flags = reinterpret_cast<int*>(memory + stages_offset);
     static_assert(stages * stage_bytes >= Bc * int(sizeof(int)), "the stages hold a flag per key");
     for (int i = threadIdx.x; i < Bc; i += threads) flags[i] = 0;
@@ -415,9 +452,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const bool is_visible = records_bits ? Softmax::has_visible_pair(any_visible, 2 * i + half)
-                                             : p_sums[i][half] != 0;
-        if (is_visible) {
+        if (visible_keys.include(i, half)) {
           flags[key_warp() * warp_keys + 16 * i + 8 * half + lane / 4] = 1;
         }
       }
@@ -427,7 +462,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
 
   __device__ void finish() {
     const float scale = signed_scale<Config, float>(p);
-    if constexpr (Config::Mods::masks_pairs) combine_p_sums();
+    if constexpr (Config::Mods::masks_pairs) combine_visible_keys();
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll

@@ -182,9 +182,8 @@ struct MmaGradientCta {
 
   // Returns whether a step needs the mask. The mask is also needed past the last key. Missing keys
   // are zeros, so their scores are 0, and their P may be infinite. Infinity times 0 would make dq
-  // NaN. Functions may mask pairs of any tile.
+  // NaN.
   __device__ bool is_masked(const Step& step) const {
-    if (Config::Mods::masks_pairs && !Config::block_mask) return true;
     return coord.begin + Bc > sequence.seqlen_k ||
            (is_bounded && (step.tile < tiles.full_begin || step.tile >= full_end));
   }

@@ -41,7 +41,7 @@ BLOCK_MASK_DTYPE = np.dtype(
     _fields(np.uint64, "memory")
     + _fields(np.int64, "full_offset slots_after_offset tiles_offset pairs_offset")
     + _fields(np.int64, "batch_stride head_stride")
-    + _fields(np.int32, "words key_blocks slots _"),
+    + _fields(np.int32, "words key_blocks slots lists"),
     align=True,
 )
 

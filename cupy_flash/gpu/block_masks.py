@@ -166,11 +166,15 @@ class BlockMaskSpec(NamedTuple):
             return 0
         return self.lists.group if mask.of_head else 1
 
-    def entries(self, mask: MaskSource) -> int:
-        """Return the number of entries of all lists; each list has space for all query tiles."""
+    def list_count(self, mask: MaskSource) -> int:
+        """Return the number of lists of query tiles."""
         batches, heads = self.maps(mask)
         per_list = self.heads_per_list(mask)
-        return batches * heads // per_list * self.key_blocks * self.row_tiles if per_list else 0
+        return batches * heads // per_list * self.key_blocks if per_list else 0
+
+    def entries(self, mask: MaskSource) -> int:
+        """Return the number of entries of all lists; each list has space for all query tiles."""
+        return self.list_count(mask) * self.row_tiles
 
 
 @dataclass(frozen=True)
@@ -181,9 +185,11 @@ class Layout:
     ----------
     full, slots_after, tiles, visible_pairs, bytes
         Byte offsets of the arrays after the first one, `nonempty`, and total number of bytes. Lists
-        of query tiles are stored in place of `tiles`.
+        of query tiles, and the bits of their keys, are stored in place of `tiles`.
     slots
         Largest number of blocks of a row group whose visible pairs are stored.
+    lists
+        Number of lists of query tiles.
     key_ranges, scratch
         Byte offset of the ranges of keys, which follow those of rows, and bytes of both.
     """
@@ -194,6 +200,7 @@ class Layout:
     visible_pairs: int
     bytes: int
     slots: int
+    lists: int
     key_ranges: int
     scratch: int
 
@@ -205,8 +212,9 @@ class Layout:
         parts = row_tiles * spec.parts
         bits = round_up(parts * spec.words * _WORD, _ALIGNMENT)
         tiles = 2 * bits + round_up(parts * spec.words, _ALIGNMENT)
-        entries = spec.entries(mask)
-        of_tiles = entries * _WORD if spec.lists else row_tiles * _TILE
+        entries, lists = spec.entries(mask), spec.list_count(mask)
+        of_lists = (entries + lists * ceil_div(spec.Bc, _BITS)) * _WORD
+        of_tiles = of_lists if spec.lists else row_tiles * _TILE
         visible_pairs = tiles + round_up(of_tiles, _ALIGNMENT)
         stored = entries * spec.Br * spec.Bc // 8 if spec.lists and spec.lists.stores_pairs else 0
         of_slot = parts * spec.slot_bytes
@@ -220,6 +228,7 @@ class Layout:
             visible_pairs=visible_pairs,
             bytes=visible_pairs + slots * of_slot + stored,
             slots=slots,
+            lists=lists,
             key_ranges=key_ranges,
             scratch=key_ranges + of_keys,
         )
@@ -255,7 +264,8 @@ class BlockMask:
         layout = self.layout
         places = layout.full, layout.slots_after, layout.tiles, layout.visible_pairs
         strides = self.batch_stride, self.head_stride
-        return self.address, *places, *strides, self.words, self.key_blocks, layout.slots, 0
+        sizes = self.words, self.key_blocks, layout.slots, layout.lists
+        return self.address, *places, *strides, *sizes
 
 
 def block_mask_unit(
@@ -542,11 +552,10 @@ def _build(
     if spec.lists is None:
         kernels[ORDER]((batches * heads, 1, 1), (_THREADS, 1, 1), (given.pointer,), 0)
         return built
-    entries = spec.entries(mask)
-    lists = ceil_div(entries // spec.row_tiles, _WARPS)
+    lists = ceil_div(layout.lists, _WARPS)
     kernels[LIST]((lists, 1, 1), (_THREADS, 1, 1), (given.pointer,), 0)
     if spec.lists.stores_pairs:
-        kernels[STORE_PAIRS]((entries, 1, 1), (_THREADS, 1, 1), (given.pointer,), 0)
+        kernels[STORE_PAIRS]((spec.entries(mask), 1, 1), (_THREADS, 1, 1), (given.pointer,), 0)
     return built
 
 

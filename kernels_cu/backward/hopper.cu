@@ -7,7 +7,8 @@
 // Either the last CTA of that order writes dq (`last_writes`), or another kernel does.
 //
 // Two consumer warpgroups issue wgmma: each has half of the keys (hopper/consumer.cuh) or, for wide
-// heads, half of the products (hopper/split_consumers.cuh). Warps of the producer warpgroup load
+// heads, half of the products (hopper/split_consumers.cuh). Pairs of CTAs for wide heads exchange
+// dS; a pair then counts as one CTA in the dq order. Warps of the producer warpgroup load
 // tiles and add dq (hopper/producer_warps.cuh).
 #include "backward/hopper/consumer.cuh"
 #include "backward/hopper/listed_tiles.cuh"
@@ -25,7 +26,7 @@ template <class Config>
 __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams& p) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const GradientTileCoord coord =
-      gradient_tile_coord<Config, Config::Bc, true, true>(p, blockIdx.x);
+      gradient_tile_coord<Config, Config::pair * Config::Bc, true, true>(p, blockIdx.x);
   const Sequence sequence = sequence_of<Config>(p, coord.batch);
   if (coord.begin >= sequence.seqlen_k) return;
   using Cta = HopperCta<Config>;
@@ -43,7 +44,7 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
     ptx::prefetch_tensormap(&maps.v);
     ptx::prefetch_tensormap(&maps.dout);
   }
-  __syncthreads();
+  Cta::sync_start();
   // The shuffle tells the compiler that `warp` is uniform within a warp.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp < 4) {
@@ -77,6 +78,7 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
       HopperKeyConsumer<Config>(cta, 1).run();
     }
   }
+  Cta::sync_pair();
 }
 
 // Kernel that writes dq if the consumers of the main kernel do not.

@@ -54,16 +54,19 @@ struct ListedCta : Cta {
   __device__ int order_index(const Step& step) const { return step.order_index; }
   __device__ bool is_last_cta(const Step& step) const { return step.is_last_cta; }
 
- private:
+ protected:
   // `p.block_mask` exists only in translation units with modifications.
   template <class AnyParams>
   __device__ static QueryTileLists lists(const AnyParams& params) {
     return {params.block_mask};
   }
-  __device__ int first_index() const {
-    return lists(p).first_entry(coord.batch, coord.head, coord.begin / Config::Bc, p.heads_kv,
-                                ceil_div(p.seqlen_q, Config::Br));
+  __device__ int query_tiles() const { return ceil_div(p.seqlen_q, Config::Br); }
+  __device__ int list() const {
+    return lists(p).list(coord.batch, coord.head, coord.begin / Config::Bc, p.heads_kv);
   }
+
+ private:
+  __device__ int first_index() const { return list() * query_tiles(); }
   __device__ unsigned load_entry(int index) const { return __ldg(lists(p).words() + index); }
   __device__ Step step_at(int head, int index) const {
     return Step(load_entry(index), head, index);

@@ -44,6 +44,7 @@ struct BlockMask {
   int words;  // number of 32-bit words per row group
   int key_blocks;
   int slots;  // number of slots per row group
+  int lists;  // number of lists of query tiles (query_tile_lists.cuh)
 
   // Array (batches, heads, query tiles, row groups, words): the bit of each block that has a
   // visible pair is set.

@@ -1,7 +1,8 @@
 // Builds a block mask for the backward pass, where a CTA owns a KV tile and iterates over query
 // tiles. Two kernels follow those of build.cu: `list_query_tiles` writes for each KV tile the list
 // of query tiles that have a visible pair with it, and their places in the dq order.
-// `store_pairs` writes the visible pairs of the entries that are not full, one bit each.
+// `store_pairs` writes the visible pairs of the entries that are not full, one bit each, and which
+// keys have a visible pair.
 //
 // The heads that share a list are the query heads of a KV head. If their masks differ, the list has
 // the query tiles that any of these heads visits, so that all of them have the same dq order.
@@ -72,7 +73,7 @@ __device__ inline void list_query_tiles(const BlockMaskParams& p) {
   const int64 list = int64(blockIdx.x) * warps + threadIdx.x / lanes;
   const int64 list_head = list / p.map.key_blocks;
   const int key_block = list % p.map.key_blocks;
-  if (list_head >= int64(p.batches) * p.heads / p.heads_per_list) return;
+  if (list >= p.map.lists) return;
   const ListedBlocks blocks(p, list_head);
   const int lane = threadIdx.x % lanes;
   auto* entries = reinterpret_cast<QueryTileEntry*>(QueryTileLists{p.map}.words() + list * p.query_tiles);
@@ -92,6 +93,9 @@ __device__ inline void list_query_tiles(const BlockMaskParams& p) {
   }
   __syncwarp();
   if (lane == 0 && count > 0) entries[count - 1].ends_list = 1;
+  if (lane < p.Bc / 32) {
+    QueryTileLists{p.map}.visible_keys(list, p.query_tiles, p.Bc)[lane] = 0;
+  }
 }
 
 // Kernel: one CTA per entry. Each thread evaluates the 32 pairs of one word at a time. The lists
@@ -102,7 +106,12 @@ __device__ inline void store_pairs(const BlockMaskParams& p) {
   const unsigned listed = QueryTileLists{p.map}.words()[blockIdx.x];
   QueryTileEntry entry;
   memcpy(&entry, &listed, sizeof(entry));
-  if (listed == no_entry || entry.is_full) return;
+  if (listed == no_entry) return;
+  unsigned* visible_keys = QueryTileLists{p.map}.visible_keys(list, p.query_tiles, p.Bc);
+  if (entry.is_full) {
+    if (threadIdx.x < p.Bc / 32) atomicOr(visible_keys + threadIdx.x, ~0u);
+    return;
+  }
   const BatchHead batch_head(p, int(list / p.map.key_blocks));
   const int key_block = list % p.map.key_blocks;
   const int words = p.group_rows * p.Bc / 32;
@@ -130,6 +139,10 @@ __device__ inline void store_pairs(const BlockMaskParams& p) {
       }
     }
     target[word] = bits;
+    for (int n = 0; n < 2; ++n) {
+      const int offset = j + 8 * n - key_block * p.Bc;
+      if (bits & Pairs::bits_of_key(n)) atomicOr(visible_keys + offset / 32, 1u << offset % 32);
+    }
   }
 }
 

@@ -47,13 +47,17 @@ struct QueryTileLists {
   __device__ unsigned* words() const {
     return reinterpret_cast<unsigned*>(map.memory + map.tiles_offset);
   }
-  // Returns the index in `words()` of the first entry of a key block.
-  __device__ int first_entry(int batch, int head_kv, int key_block, int heads_kv,
-                             int query_tiles) const {
+  // Returns the index of the list of a key block.
+  __device__ int list(int batch, int head_kv, int key_block, int heads_kv) const {
     const int heads = map.head_stride != 0 ? heads_kv : 1;
     const int list_head =
         (map.batch_stride != 0 ? batch * heads : 0) + (map.head_stride != 0 ? head_kv : 0);
-    return (list_head * map.key_blocks + key_block) * query_tiles;
+    return list_head * map.key_blocks + key_block;
+  }
+  // Returns the bits of the keys of a list's key block that have a visible pair, if the visible
+  // pairs are stored; otherwise all are 0.
+  __device__ unsigned* visible_keys(int64 list, int query_tiles, int Bc) const {
+    return words() + int64(map.lists) * query_tiles + list * (Bc / 32);
   }
   // Returns the visible pairs of a partial entry, by its index in `words()`. Each entry has space
   // for `bytes`, one bit per pair (`TransposedPairs`).

@@ -38,6 +38,17 @@ __device__ inline void st_async(unsigned shared, const float (&x)[4], unsigned b
       : "memory");
 }
 
+// cp.async.bulk: copies `bytes` of this CTA's shared memory to `target` in another CTA, and
+// completes them on `barrier`, an mbarrier of that CTA. Addresses and `bytes` are multiples of 16.
+__device__ inline void cp_async_bulk_to_cta(unsigned target, unsigned shared, int bytes,
+                                            unsigned barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];" ::"r"(target),
+      "r"(shared), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 // mbarrier.arrive on a barrier of another CTA. The default scope orders this CTA's shared-memory
 // accesses only: .release.cluster would compile to MEMBAR.ALL.GPU, which waits for all memory.
 __device__ inline void mbarrier_arrive_at_cta(unsigned barrier) {

@@ -7,15 +7,17 @@
 // Tile of `Rows` x `Columns` 16-bit elements, stored as TMA boxes. Each of the `boxes` boxes holds
 // `box_row_bytes` (128 or 64) bytes of every row, in the TMA swizzle of that width, which avoids
 // bank conflicts. TMA fills elements past the tensor's columns or rows with zeros.
-template <int Rows, int Columns>
+template <int Rows, int Columns, int BoxColumns = round_up(Columns, 32) % 64 == 0 ? 64 : 32>
 struct TmaTile {
   static constexpr int columns = round_up(Columns, 32);
-  static constexpr int box_row_bytes = columns % 64 == 0 ? 128 : 64;
-  static constexpr int box_columns = box_row_bytes / 2;
+  static constexpr int box_columns = BoxColumns;
+  static constexpr int box_row_bytes = 2 * box_columns;
   static constexpr int boxes = columns / box_columns;
   static constexpr int box_bytes = Rows * box_row_bytes;
   static constexpr int bytes = boxes * box_bytes;
 
+  static_assert(box_row_bytes == 64 || box_row_bytes == 128, "a swizzle of this width exists");
+  static_assert(columns % box_columns == 0, "whole boxes");
   static_assert(Rows % 16 == 0, "boxes contain whole repetitions of the swizzle pattern");
 
   // Returns the byte offset in the tile of k step `step` (16 columns), if k runs along the columns.

@@ -113,7 +113,7 @@ def test_the_search_space_is_small_and_holds_the_default(head_dim: int) -> None:
     of = problem(head_dim)
     tiles = list(hopper.tiles(of, h100))
     assert hopper.default_tile(of, h100) in tiles
-    assert len(tiles) < 24
+    assert len(tiles) < 32
 
 
 @pytest.mark.parametrize(
@@ -182,11 +182,11 @@ def test_columns_are_whole_boxes_and_no_more(
 
 def test_wide_heads_have_the_buffers_that_shared_memory_has_space_for() -> None:
     plain = HopperBackwardTile(64, 64)
-    assert hopper.default_tile(problem(256), h100) == plain
+    assert hopper.default_tile(masked(problem(256)), h100) == plain
     buffered = dataclasses.replace(plain, exchange_stages=2, buffers_dq=1)
-    assert hopper.default_tile(problem(192), h100) == buffered
+    assert hopper.default_tile(masked(problem(192)), h100) == buffered
     more = dataclasses.replace(buffered, q_stages=3)
-    assert hopper.default_tile(problem(192, 128), h100) == more
+    assert hopper.default_tile(problem(192, 128, seqlen=64), h100) == more
     added = hopper.shared_memory(problem(192), buffered) - hopper.shared_memory(problem(192), plain)
     assert added == 2 * 64 * 64 * 2 + 64 * 192 * 4
 
@@ -203,6 +203,65 @@ def test_a_tile_of_wide_heads_that_cannot_be_launched_has_a_reason(
     tile: HopperBackwardTile, reason: str
 ) -> None:
     assert reason in (hopper.why_not_tile(problem(192), h100, tile) or "")
+
+
+PAIR = HopperBackwardTile(64, 64, pair=2)
+
+
+def test_dense_batches_without_mask_functions_have_pairs() -> None:
+    whole = dataclasses.replace(PAIR, exchange_stages=2, buffers_dq=1)
+    one_dout = {"dout_stages": 1}
+    assert hopper.default_tile(problem(192, 128), h100) == whole
+    assert hopper.default_tile(problem(192), h100) == dataclasses.replace(whole, **one_dout)
+    assert hopper.default_tile(problem(256), h100) == dataclasses.replace(PAIR, **one_dout)
+    assert hopper.default_tile(problem(256, causal=True), h100).pair == 2
+    for of in (problem(256, wrt=("k", "v")), masked(problem(256)), problem(256, seqlen_k=64)):
+        assert hopper.default_tile(of, h100).pair == 1
+
+
+@pytest.mark.parametrize(
+    ("of", "pair", "reason"),
+    [
+        (problem(128), 2, "Bc is 64"),
+        (problem(192), 3, "pair is 3; expected 1 or 2"),
+        (problem(192, wrt=("k", "v")), 2, "not wanted"),
+    ],
+    ids=["narrow", "three", "no dq"],
+)
+def test_a_pair_that_is_not_possible_has_a_reason(of: Problem, pair: int, reason: str) -> None:
+    tile = dataclasses.replace(PAIR, pair=pair)
+    assert reason in (hopper.why_not_tile(of, h100, tile) or "")
+
+
+def test_narrow_heads_and_masks_by_functions_have_no_pairs() -> None:
+    narrow = HopperBackwardTile(64, 128, pair=2)
+    assert hopper.why_not_tile(problem(), h100, narrow) == "pair is 2; expected 1"
+    found = hopper.why_not_tile(masked(problem(192)), h100, PAIR)
+    assert "position alone masks pairs" in (found or "")
+
+
+def test_consumers_of_a_pair_have_whole_boxes_of_keys() -> None:
+    columns = {}
+    for dims in ((64, 256), (192, 128), (256, 256)):
+        of, tile = problem(*dims), dataclasses.replace(PAIR, dout_stages=1)
+        maps = hopper.schedule(of, h100, tile).tensor_maps
+        columns[dims] = tuple(maps[name].box[0] for name in ("k", "q", "v", "dout"))
+    assert columns == {
+        (64, 256): (32, 64, 64, 64),
+        (192, 128): (32, 64, 64, 64),
+        (256, 256): (64, 64, 64, 64),
+    }
+
+
+def test_a_pair_shares_two_kv_tiles_and_half_of_a_dq_buffer() -> None:
+    single = HopperBackwardTile(64, 64, exchange_stages=2, buffers_dq=1)
+    pair = dataclasses.replace(single, pair=2)
+    of = problem(192, 128, seqlen_k=64 * 7, heads=3, batch=5)
+    (launch,) = (x for x in hopper.schedule(of, h100, pair).launches if x.entry == "key_gradients")
+    assert (launch.grid, launch.cluster) == ((4 * 3 * 5, 1, 2), 2)
+    more = hopper.shared_memory(of, pair) - hopper.shared_memory(of, single)
+    # The peer's keys and dS, their barriers, and half of the buffer.
+    assert more == 64 * 96 * 2 + 3 * (64 * 64 * 2 + 8) - 64 * 96 * 4
 
 
 def test_nobody_adds_what_nobody_wants() -> None:
@@ -275,7 +334,7 @@ def test_queries_of_a_kv_tile_are_divided_until_there_are_enough_thread_blocks(
 ) -> None:
     how = {"batch": 2, "seqlen": 8192, "heads": 32} | how
     blocks, params = blocks_and_params(**how)
-    kv_tiles = -(-how["seqlen"] // (64 if how.get("head_dim") == 256 else 128))
+    kv_tiles = -(-how["seqlen"] // 128)
     assert (params["head_chunks"], params["tile_chunks"]) == (heads, tiles)
     assert blocks == kv_tiles * how["batch"] * how.get("heads_kv", how["heads"]) * heads * tiles
 
@@ -296,6 +355,8 @@ def test_chunks_have_sums_and_semaphores_in_the_workspace() -> None:
         ({"seqlen": 16384, "heads": 16}, 14 * 128),
         ({"seqlen": 300, "heads": 100}, 12 * 3),
         ({"seqlen": 300, "heads": 50}, 0),
+        # Pairs of thread blocks count as one.
+        ({"seqlen": 16384, "heads": 16, "head_dim": 256}, 15 * 128),
     ],
     ids=str,
 )
@@ -335,7 +396,6 @@ def test_very_long_sequences_have_no_lists() -> None:
 def test_stored_pairs_and_steps_take_shared_memory(head_dim: int) -> None:
     plain, of_mask = problem(head_dim), with_mask(problem(head_dim))
     tile = hopper.default_tile(of_mask, h100)
-    assert tile == hopper.default_tile(plain, h100)
     more = hopper.shared_memory(of_mask, tile) - hopper.shared_memory(plain, tile)
     stages = tile.q_stages
     arrived = (stages + tile.dout_stages) * 8

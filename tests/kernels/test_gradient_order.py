@@ -15,9 +15,9 @@ from cupy_flash import flash_attention_backward
 from cupy_flash.families.schedule import KEY_GRADIENTS
 from cupy_flash.problem.mask import Mask
 
-# Same values as in `on_cpu/gradient_order.cpp`: those of the default tiles at head_dim 128.
+# Same values as in `on_cpu/gradient_order.cpp`: those of the default tiles at head_dim 128, and of
+# pairs of thread blocks with 64 keys each at head_dim 256.
 BR, BC = 64, 128
-HEAD_DIM = 128
 
 pytestmark = needs_host_compiler
 
@@ -52,7 +52,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> HostProgram:
     return HostProgram("gradient_order", tmp_path_factory)
 
 
-def random_call(rng: np.random.Generator, family: str) -> Call:
+def random_call(rng: np.random.Generator, family: str, head_dim: int) -> Call:
     """Return a random call with the order that its plan for an H100 or an A100 determines."""
     heads_kv = int(rng.choice([1, 2, 5, 40]))
     batch, heads_q = int(rng.choice([1, 3])), heads_kv * int(rng.choice([1, 2, 6]))
@@ -64,7 +64,7 @@ def random_call(rng: np.random.Generator, family: str) -> Call:
         options["q_offset"] = int(rng.choice([keys - rows, rng.integers(-rows // 2, keys)]))
 
     def array(length: int, heads: int) -> np.ndarray:
-        return np.broadcast_to(np.zeros((), ml_dtypes.bfloat16), (batch, length, heads, HEAD_DIM))
+        return np.broadcast_to(np.zeros((), ml_dtypes.bfloat16), (batch, length, heads, head_dim))
 
     made = cupy_flash.plan(
         flash_attention_backward,
@@ -76,7 +76,7 @@ def random_call(rng: np.random.Generator, family: str) -> Call:
         **options,
     )
     assert made.tile is not None
-    assert (made.tile.Br, made.tile.Bc) == (BR, BC)
+    assert (made.tile.Br, made.tile.Bc * getattr(made.tile, "pair", 1)) == (BR, BC)
     (launch,) = (launch for launch in made.launches if launch.entry == KEY_GRADIENTS)
     mask, schedule = made.problem.mask, made.schedule
     chunks = [int(schedule.params[name]) for name in ("head_chunks", "tile_chunks")]
@@ -89,14 +89,16 @@ def random_call(rng: np.random.Generator, family: str) -> Call:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["hopper", "mma"])
+@pytest.mark.parametrize(
+    ("family", "head_dim"), [("hopper", 128), ("hopper", 256), ("mma", 128)], ids=str
+)
 def test_blocks_process_each_tile_once_and_wait_only_for_earlier_blocks(
-    program: HostProgram, family: str
+    program: HostProgram, family: str, head_dim: int
 ) -> None:
     rng = np.random.default_rng(48)
-    calls = [random_call(rng, family) for _ in range(200)]
-    # Both kinds of chunks occur, also together.
-    assert any(call.tile_chunks > 1 for call in calls)
+    calls = [random_call(rng, family, head_dim) for _ in range(200)]
+    # Both kinds of chunks occur, also together; pairs have none.
+    assert any(call.tile_chunks > 1 for call in calls) == (head_dim == 128)
     found = program.rows((call.line for call in calls), len(Block._fields))
     for call, rows in zip(calls, found, strict=True):
         blocks = [Block(*row) for row in rows.tolist()]

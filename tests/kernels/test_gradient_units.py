@@ -50,6 +50,8 @@ UNITS: list[tuple[str, str, str, int, int, dict[str, Any]]] = [
     ("hopper", "sm_90", "bfloat16", 96, 0, {}),
     ("hopper", "sm_90", "bfloat16", 192, 0, {"causal": True}),
     ("hopper", "sm_90", "bfloat16", 256, 0, {"causal": True}),
+    ("hopper", "sm_90", "bfloat16", 256, 8, {}),
+    ("hopper", "sm_90", "bfloat16", 192, 0, {"window_size": (99, 40)}),
     ("hopper", "sm_90", "bfloat16", 64, 56, {"seqlens_k": LENGTHS}),
     ("hopper", "sm_90", "bfloat16", 128, 28, {"seqlens_k": LENGTHS}),
     ("hopper", "sm_90", "bfloat16", 96, 40, {"seqlens_k": LENGTHS}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -44,9 +45,8 @@ _WIDEST_WHOLE = 128
 # Number of registers of a producer thread and of a consumer thread. Together, the warpgroups take
 # what the launch allocates, 168 for each of 384 threads.
 _REGISTERS = (24, 240)
-# The same numbers for wide heads in varlen or with dq buffers, for TMA boxes of 64 bytes, and for
-# lists of query tiles of narrow heads: with 24 registers, producer warps spill, and for wide heads
-# in varlen, a loop is miscompiled.
+# The same numbers for wide heads in varlen or with dq buffers, and for TMA boxes of 64 bytes: with
+# 24 registers, producer warps spill, and for wide heads in varlen, a loop is miscompiled.
 _MORE_PRODUCER_REGISTERS = (40, 232)
 # Number of registers of a consumer thread besides accumulators and operands: addresses and state.
 _STATE_REGISTERS = 24
@@ -61,7 +61,7 @@ _STEP_BYTES = 8
 # Number of dS tiles that consumers exchange: while one is written, products still read the other.
 _PAIR_STAGES = 2
 # Fields of a tile that are members of `Config`.
-_TILE_MEMBERS = "Br Bc columns q_stages dout_stages exchange_stages buffers_dq"
+_TILE_MEMBERS = "Br Bc columns q_stages dout_stages exchange_stages buffers_dq pair"
 # Largest number of bytes of the visible pairs of all entries in the lists of a block mask. Those of
 # 32768 queries and keys take 134 MB if sequences and heads share them.
 _PAIR_BYTES = 150_000_000
@@ -88,6 +88,9 @@ class HopperBackwardTile(Tile):
     buffers_dq
         For wide heads, whether dq sums are added from buffers in shared memory (1) or from
         registers (0). Narrow heads take 0, and always have these buffers.
+    pair
+        Number of thread blocks of a cluster. For wide heads, two may exchange dS, so that each adds
+        half of the columns of dq. Narrow heads take 1.
     """
 
     columns: int = 64
@@ -95,6 +98,7 @@ class HopperBackwardTile(Tile):
     dout_stages: int = 2
     exchange_stages: int = 1
     buffers_dq: int = 0
+    pair: int = 1
 
 
 class HopperBackwardFamily(Family[HopperBackwardTile]):
@@ -156,7 +160,10 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         stages = (1, 2, 3), (1, 2)
         if _is_wide(problem):
             for wide_fields in itertools.product(*stages, (1, 2), (0, 1)):
-                yield HopperBackwardTile(WARPGROUP_ROWS, WARPGROUP_ROWS, 64, *wide_fields)
+                tile = HopperBackwardTile(WARPGROUP_ROWS, WARPGROUP_ROWS, 64, *wide_fields)
+                yield tile
+                if tile.q_stages == 2:
+                    yield dataclasses.replace(tile, pair=2)
         else:
             for Br, *fields in itertools.product((64, 128), *stages):
                 yield HopperBackwardTile(Br, 2 * WARPGROUP_ROWS, 64, *fields)
@@ -180,6 +187,8 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         if tile.buffers_dq not in ((0, 1) if wide else (0,)):
             expected = "0 or 1" if wide else "0"
             return f"buffers_dq is {tile.buffers_dq}; expected {expected}"
+        if reason := _why_not_pair(problem, tile):
+            return reason
         # For narrow heads, consumers wait for the next query tile before they release the last one.
         least = 1 if wide else 2
         if tile.q_stages < least:
@@ -193,14 +202,14 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         need, most = self._registers(problem, tile), _register_split(problem, tile)[1]
         if need > most:
             return f"needs about {need} registers per thread; {most} are available"
-        return backward_common.why_not_grid(problem, tile.Bc, tile.Br)
+        return backward_common.why_not_grid(problem, tile.pair * tile.Bc, tile.Br)
 
     def _registers(self, problem: Problem, tile: HopperBackwardTile) -> int:
         """Return a lower bound: dk and dv; S, dP and P as an operand; loop state."""
         dim, dim_v = _padded_dims(problem)
         if _is_wide(problem):
             # A consumer holds either dk or dv, and up to two slabs of dq.
-            slabs = ceil_div(dim // _BOX_COLUMNS, 2)
+            slabs = ceil_div(dim // _BOX_COLUMNS, 2 * tile.pair)
             sums = max(dim, dim_v) + slabs * _BOX_COLUMNS
             return sums // 2 + tile.columns // 4 + _STATE_REGISTERS
         return (dim + dim_v) // 2 + tile.columns * 5 // 4 + _STATE_REGISTERS
@@ -221,17 +230,23 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         if self._stores_pairs(problem, tile):
             total += tile.q_stages * tile.Br * tile.Bc // 8
         pairs = tile.Br * tile.Bc * size
-        if _is_wide(problem):
+        if tile.pair > 1:
+            # Two buffers each of P and dS, those of the peer's dS, and its keys.
+            total += (2 * _PAIR_STAGES + tile.exchange_stages + 1) * pairs
+            total += tile.Bc * dim // tile.pair * size
+        elif _is_wide(problem):
             # P is always stored, and dS only if dq is computed.
             total += (2 if gradient.wants("q") else 1) * tile.exchange_stages * pairs
         elif gradient.wants("q"):
             total += _PAIR_STAGES * pairs
         if gradient.wants("q") and (tile.buffers_dq or not _is_wide(problem)):
-            total += tile.Br * dim * 4
+            total += tile.Br * dim * 4 // tile.pair
         slots = tile.q_stages + tile.dout_stages
         # Each stage has barriers for full and empty and, if tiles are inspected, for arrived.
         arrives = not problem.layout.is_dense or backward_common.inspects(problem)
         barriers = (3 if arrives else 2) * slots + _OTHER_BARRIERS
+        if tile.pair > 1:
+            barriers += tile.exchange_stages + 1
         return total + barriers * BARRIER_BYTES + _BLOCK_INFO_BYTES
 
     def threads(self, tile: HopperBackwardTile) -> int:
@@ -239,12 +254,14 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         return 3 * WARPGROUP
 
     def schedule(self, problem: Problem, device: Device, tile: HopperBackwardTile) -> Schedule:
-        kv_blocks, query_blocks = backward_common.count_blocks(problem, tile.Bc, tile.Br)
+        keys = tile.pair * tile.Bc
+        kv_blocks, query_blocks = backward_common.count_blocks(problem, keys, tile.Br)
         chunks = _query_chunks(problem, device, tile)
-        resources = self.threads(tile), self.shared_memory(problem, tile), 1
         launches = [
-            Launch.of_gradients(
-                *(KEY_GRADIENTS, "hopper_gradients", kv_blocks * chunks.blocks, *resources),
+            Launch(
+                *(KEY_GRADIENTS, "hopper_gradients", (kv_blocks * chunks.blocks, 1, tile.pair)),
+                *(self.threads(tile), self.shared_memory(problem, tile), 1),
+                cluster=tile.pair if tile.pair > 1 else 0,
                 arguments=("gradient_maps", "gradients"),
             )
         ]
@@ -259,7 +276,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             self._sums(problem, tile),
             _section(problem, device, chunks),
             _tensor_maps(problem, tile) | bias_gradients.tensor_maps(problem),
-            {"ascending_blocks": _ascending_blocks(problem, device, blocks, tile.Bc)},
+            {"ascending_blocks": _ascending_blocks(problem, device, blocks, tile)},
             bias_gradients.bias_plan(problem, device),
         )
         return backward_common.with_chunks(
@@ -346,16 +363,19 @@ def _may_descend(problem: Problem) -> bool:
     return mask.causal and mask.left is None and not _reads_lists(problem)
 
 
-def _ascending_blocks(problem: Problem, device: Device, blocks: int, keys: int) -> int:
-    """Return the number of thread blocks before the last section, see `tile_coord.cuh`.
+def _ascending_blocks(
+    problem: Problem, device: Device, blocks: int, tile: HopperBackwardTile
+) -> int:
+    """Return the number of thread blocks, or pairs, before the last section (`tile_coord.cuh`).
 
     The last section has about two thread blocks per SM: in a simulation of 16384 tokens and 16
     heads, the SMs were then busy for 97% of the time, instead of 90% without such a section.
     """
     if not _may_descend(problem) or problem.layout.packed_k:
         return blocks
-    tiles = ceil_div(problem.seqlen_k, keys)
-    return max(0, blocks - max(1, round(2 * device.sm_count / tiles)) * tiles)
+    tiles = ceil_div(problem.seqlen_k, tile.pair * tile.Bc)
+    heads = max(1, round(2 * device.sm_count / (tile.pair * tiles)))
+    return max(0, blocks - heads * tiles)
 
 
 def _register_split(problem: Problem, tile: HopperBackwardTile) -> tuple[int, int]:
@@ -363,7 +383,7 @@ def _register_split(problem: Problem, tile: HopperBackwardTile) -> tuple[int, in
         spills = tile.buffers_dq or not problem.layout.is_dense
     else:
         half_boxes = any(dim % _BOX_COLUMNS for dim in _padded_dims(problem))
-        spills = half_boxes or _reads_lists(problem)
+        spills = half_boxes
     return _MORE_PRODUCER_REGISTERS if spills else _REGISTERS
 
 
@@ -387,18 +407,41 @@ def _box_columns(padded_dim: int) -> int:
     return _BOX_COLUMNS // 2 if padded_dim % _BOX_COLUMNS else _BOX_COLUMNS
 
 
+def _key_box_columns(problem: Problem, tile: HopperBackwardTile) -> int:
+    """Return the number of columns of a TMA box of k: each consumer of a pair has whole boxes."""
+    padded_dim = _padded_dims(problem)[0]
+    if tile.pair > 1 and padded_dim % (2 * tile.pair * _BOX_COLUMNS):
+        return _BOX_COLUMNS // 2
+    return _box_columns(padded_dim)
+
+
+def _why_not_pair(problem: Problem, tile: HopperBackwardTile) -> str | None:
+    """Return why a tile cannot have pairs of thread blocks, or None if it can or has none."""
+    if tile.pair == 1:
+        return None
+    if tile.pair != 2 or not _is_wide(problem):
+        return f"pair is {tile.pair}; expected {'1 or 2' if _is_wide(problem) else '1'}"
+    if not problem.gradient_spec.wants("q"):
+        return "pairs of thread blocks divide the columns of dq, which is not wanted"
+    if not problem.layout.is_dense or (problem.score is not None and problem.score.masks_pairs):
+        return "pairs of thread blocks serve dense batches in which position alone masks pairs"
+    if _key_box_columns(problem, tile) < _BOX_COLUMNS and bias_gradients.serves(problem):
+        return "the kernel of bias gradients reads whole boxes of k"
+    return None
+
+
 def _tensor_maps(problem: Problem, tile: HopperBackwardTile) -> dict[str, TensorMapSpec]:
     maps = {}
     padded_dim, padded_dim_v = _padded_dims(problem)
     for name, rows, columns in (
-        ("q", tile.Br, padded_dim),
-        ("k", tile.Bc, padded_dim),
-        ("v", tile.Bc, padded_dim_v),
-        ("dout", tile.Br, padded_dim_v),
+        ("q", tile.Br, _box_columns(padded_dim)),
+        ("k", tile.Bc, _key_box_columns(problem, tile)),
+        ("v", tile.Bc, _box_columns(padded_dim_v)),
+        ("dout", tile.Br, _box_columns(padded_dim_v)),
     ):
         batch, length, heads, dim = problem.shape_of("out" if name == "dout" else name)
         shape, strides = (dim, length, heads, batch), problem.tensors[name].strides
-        maps[name] = map_spec(problem, shape, strides, (_box_columns(columns), rows))
+        maps[name] = map_spec(problem, shape, strides, (columns, rows))
     return maps
 
 
@@ -423,7 +466,11 @@ def _preferred_tiles(problem: Problem) -> tuple[HopperBackwardTile, ...]:
     tile = HopperBackwardTile
     if _is_wide(problem):
         buffered = [tile(64, 64, 64, n, exchange_stages=2, buffers_dq=1) for n in (3, 2)]
-        return (*buffered, tile(64, 64))
+        single = (*buffered, tile(64, 64))
+        if problem.seqlen_k <= WARPGROUP_ROWS:
+            return single
+        pairs = [dataclasses.replace(x, dout_stages=n, pair=2) for x in single[1:] for n in (2, 1)]
+        return (*pairs, *single)
     if _padded_dims(problem)[0] <= 64:
         return (tile(128, 128), tile(128, 128, dout_stages=1))
     return (tile(64, 128, q_stages=3), tile(64, 128))

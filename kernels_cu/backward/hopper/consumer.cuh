@@ -226,7 +226,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config, DqColumns> {
       if constexpr (wants_ds) Base::start_dp(gradients, values, Part, [](int) {});
       Base::compute_all_p(scores, lse_log2, step, Part, is_masked, visible_pairs);
     }
-    Base::record_visible_keys(scores, is_masked, visible_pairs);
+    Base::sum_p(scores);
   }
 
   // Adds the earlier CTAs' sums and writes dq. `stage` is the stage of q and of its row statistics.

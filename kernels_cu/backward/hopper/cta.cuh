@@ -11,7 +11,7 @@
 //                       earlier_sums_full              write dq               sums_full
 //
 // For wide heads (split_consumers.cuh) without a dq buffer, consumers add dq to memory, and the two
-// adder lanes only operate the semaphore.
+// adder lanes only operate the semaphore. Pairs of CTAs with wide heads exchange dS.
 //
 // A tile may contain rows past the end of its sequence, which belong to other sequences or are
 // padding, and query rows that attend to no key. If so, TMA loads arrive at separate barriers
@@ -25,6 +25,7 @@
 #include "backward/dq/accumulate.cuh"
 #include "backward/query_chunks.cuh"
 #include "backward/tile_coord.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/sm90a.cuh"
 #include "score/mask.cuh"
 #include "tile/pipeline_state.cuh"
@@ -67,19 +68,26 @@ struct WarpgroupFragments {
 
 // Tile coordinates of a CTA, and the query tiles that it iterates over. Kept in shared memory if
 // both head dims are 256: 468 instead of 451 TFLOP/s (H200, 16384 tokens). For smaller head dims,
-// spilling a few registers is faster.
+// spilling a few registers is faster, except with lists of query tiles: consumers for head_dim 128
+// spill 50 bytes less.
 template <class Config>
 struct HopperGradientBlockInfo {
-  static constexpr bool is_shared = Config::padded_dim + Config::padded_dim_v == 512;
+  static constexpr bool is_shared =
+      Config::block_mask || Config::padded_dim + Config::padded_dim_v == 512;
+
+  // The KV tiles of a pair count as one.
+  using Order = DqOrder<Config::Br, Config::pair * Config::Bc, Config>;
 
   GradientTileCoord coord;
   Sequence sequence;
   Mask<Config> mask;
-  DqOrder<Config::Br, Config::Bc, Config> order;
+  Order order;
 
-  __device__ HopperGradientBlockInfo(const GradientParams& p, const GradientTileCoord& coord,
+  // `first` has the coordinates of the CTA or, in a pair, of its first CTA. Both CTAs of a pair
+  // iterate over the query tiles that attend to any of their keys.
+  __device__ HopperGradientBlockInfo(const GradientParams& p, const GradientTileCoord& first,
                                      const Sequence& sequence)
-      : coord(coord),
+      : coord(first),
         sequence(sequence),
         mask(mask_of<Config>(p, sequence, coord.batch)),
         order(mask, coord.begin, sequence.seqlen_q) {
@@ -87,6 +95,7 @@ struct HopperGradientBlockInfo {
         tiles_of_chunk<Config, false>(p, coord, order.first_tile, order.end_tile);
     order.first_tile = tiles.begin;
     order.end_tile = tiles.end;
+    if constexpr (Config::pair > 1) coord.begin += blockIdx.z * Config::Bc;
   }
 };
 
@@ -112,7 +121,16 @@ struct HopperGradientCta {
   static constexpr int dim = Config::padded_dim;
   static constexpr int dim_v = Config::padded_dim_v;
 
-  using KeyTile = TmaTile<Bc, dim>;
+  // Number of CTAs that exchange dS (split_consumers.cuh). Each computes an equal part of the
+  // columns of dq, from the keys of all.
+  static constexpr int pair = Config::pair;
+  static_assert(pair == 1 || (pair == 2 && wide && wants_q), "pairs exchange dS of wide heads");
+
+  // In pairs, each consumer has whole boxes of the columns of k, at least one.
+  static constexpr bool halves_key_boxes = pair > 1 && dim % (pair * consumers * 64) != 0;
+  using KeyTile = TmaTile<Bc, dim, halves_key_boxes ? 32 : TmaTile<Bc, dim>::box_columns>;
+  // The CTA's columns of its peer's keys.
+  using PeerKeyTile = TmaTile<Bc, dim / pair, KeyTile::box_columns>;
   using ValueTile = TmaTile<Bc, dim_v>;
   using QueryTile = TmaTile<Br, dim>;
   using DoutTile = TmaTile<Br, dim_v>;
@@ -122,31 +140,36 @@ struct HopperGradientCta {
   using Fragments = WarpgroupFragments<Br, dim, KeyTile::box_columns, consumers>;
 
   // Returns the number of dq columns that a consumer computes. Consumers with the same rows divide
-  // the slabs, and the first consumer computes an odd one.
+  // the CTA's slabs, and the first consumer computes an odd one.
   static constexpr int dq_columns(int consumer) {
     if (Fragments::by_rows) return dim;
-    return (KeyTile::boxes + 1 - consumer) / 2 * KeyTile::box_columns;
+    return (KeyTile::boxes / pair + 1 - consumer) / 2 * KeyTile::box_columns;
   }
-  // Returns the first of these columns, and the offset of the consumer's dq sums in a tile.
+  // Returns the first of these columns, and the offset of the consumer's dq sums, both relative to
+  // those of the CTA.
   static constexpr int first_dq_column(int consumer) {
     return Fragments::by_rows ? 0 : consumer * dq_columns(0);
   }
   static constexpr int dq_offset(int consumer) { return consumer * 64 * dq_columns(0); }
+  static constexpr int64 dq_floats = Fragments::floats / pair;
 
   // Whether consumers write the dq sums to shared memory, from where TMA adds them to global
   // memory.
   static constexpr bool buffers_dq = wants_q && (!wide || Config::buffers_dq);
 
-  // Shared memory: k, v, the rings of q and dout, dS, the dq sums, P (for wide heads), row
-  // statistics, visible pairs, steps, barriers and `HopperGradientBlockInfo`.
-  static constexpr int value_offset = KeyTile::bytes;
+  // Shared memory: k, the peer's k, v, the rings of q and dout, dS, the peer's dS, the dq sums, P
+  // (for wide heads), row statistics, visible pairs, steps, barriers and `HopperGradientBlockInfo`.
+  static constexpr int peer_keys_offset = KeyTile::bytes;
+  static constexpr int value_offset = peer_keys_offset + (pair > 1 ? PeerKeyTile::bytes : 0);
   static constexpr int query_offset = value_offset + ValueTile::bytes;
   static constexpr int dout_offset = query_offset + Config::q_stages * QueryTile::bytes;
   static constexpr int ds_offset = dout_offset + Config::dout_stages * DoutTile::bytes;
-  static constexpr int ds_stages = wide ? Config::exchange_stages : 2;
-  static constexpr int sums_offset = ds_offset + (wants_q ? ds_stages * DsTile::bytes : 0);
+  static constexpr int ds_stages = wide && pair == 1 ? Config::exchange_stages : 2;
+  static constexpr int peer_ds_offset = ds_offset + (wants_q ? ds_stages * DsTile::bytes : 0);
+  static constexpr int peer_ds_stages = pair > 1 ? Config::exchange_stages + 1 : 0;
+  static constexpr int sums_offset = peer_ds_offset + peer_ds_stages * DsTile::bytes;
   static constexpr int p_tiles_offset =
-      sums_offset + (buffers_dq ? int(Fragments::floats * sizeof(float)) : 0);
+      sums_offset + (buffers_dq ? int(dq_floats * sizeof(float)) : 0);
   static constexpr int p_tile_bytes = Br * Bc * int(sizeof(Element));
   static constexpr int stats_offset = p_tiles_offset + (wide ? ds_stages * p_tile_bytes : 0);
   static constexpr int stats_bytes = 2 * Br * int(sizeof(float));
@@ -158,10 +181,10 @@ struct HopperGradientCta {
   static constexpr int step_bytes = Config::block_mask && !wide ? 8 : 0;
   static constexpr int barrier_offset = steps_offset + Config::q_stages * step_bytes;
   static constexpr int ring_barriers = 2 * (Config::q_stages + Config::dout_stages);
-  // Barriers of k and v (3), of the dq sums or the semaphore (6 at most), and of the earlier dq
-  // sums or, for wide heads, P and dS (4 at most).
+  // Barriers of k and v (3), of the dq sums or the semaphore (6 at most), of the earlier dq sums
+  // or, for wide heads, P and dS (4 at most), and of the peer's dS.
   static constexpr int sums_stages = 2;
-  static constexpr int other_barriers = 3 + 6 + 4;
+  static constexpr int other_barriers = 3 + 6 + 4 + peer_ds_stages;
   static_assert(ds_stages <= 2, "barriers are counted for two stages");
   static_assert(consumers == 2, "barriers are counted for two consumers");
   static constexpr int arrived_barriers = Config::q_stages + Config::dout_stages;
@@ -182,7 +205,7 @@ struct HopperGradientCta {
   const GradientTileCoord& coord;
   const Sequence& sequence;
   const Mask<Config>& mask;
-  const DqOrder<Br, Bc, Config>& order;
+  const typename HopperGradientBlockInfo<Config>::Order& order;
 
   __device__ HopperGradientCta(const GradientParams& p, const GradientMaps& maps, unsigned shared,
                                const HopperGradientBlockInfo<Config>& block_info)
@@ -256,6 +279,9 @@ struct HopperGradientCta {
   // ---- Shared memory.
 
   __device__ unsigned keys_address() const { return shared; }
+  // The CTA's columns of its keys, and of its peer's.
+  __device__ unsigned dq_keys_address() const { return shared + rank() * PeerKeyTile::bytes; }
+  __device__ unsigned peer_keys_address() const { return shared + peer_keys_offset; }
   __device__ unsigned values_address() const { return shared + value_offset; }
   __device__ unsigned queries_address(int stage) const {
     return shared + query_offset + stage * QueryTile::bytes;
@@ -265,6 +291,9 @@ struct HopperGradientCta {
   }
   __device__ unsigned ds_address(int stage) const {
     return shared + ds_offset + stage * DsTile::bytes;
+  }
+  __device__ unsigned peer_ds_address(int stage) const {
+    return shared + peer_ds_offset + stage * DsTile::bytes;
   }
   __device__ unsigned sums_address(int consumer) const {
     return shared + sums_offset + dq_offset(consumer) * int(sizeof(float));
@@ -315,6 +344,7 @@ struct HopperGradientCta {
   __device__ unsigned dq_added(int stage) const { return semaphore_acquired(sums_stages + stage); }
   __device__ unsigned p_full(int stage) const { return barrier(ring_barriers + 3 + 6 + stage); }
   __device__ unsigned ds_full(int stage) const { return p_full(ds_stages + stage); }
+  __device__ unsigned peer_ds_full(int stage) const { return ds_full(ds_stages + stage); }
   __device__ unsigned q_arrived(int stage) const {
     return barrier(ring_barriers + other_barriers + stage);
   }
@@ -334,13 +364,16 @@ struct HopperGradientCta {
       ptx::mbarrier_init(dout_empty(stage), warps);
       if (inspects) ptx::mbarrier_init(dout_arrived(stage), 1);
     }
-    ptx::mbarrier_init(keys_full(), 1);
+    ptx::mbarrier_init(keys_full(), pair);
     ptx::mbarrier_init(keys_arrived(), 1);
     ptx::mbarrier_init(values_full(), 1);
     if (wide) {
       for (int stage = 0; stage < ds_stages; ++stage) {
         ptx::mbarrier_init(p_full(stage), 4);
         ptx::mbarrier_init(ds_full(stage), 4);
+      }
+      for (int stage = 0; stage < peer_ds_stages; ++stage) {
+        ptx::mbarrier_init(peer_ds_full(stage), 1);
       }
     }
     if (buffers_dq) {
@@ -363,6 +396,41 @@ struct HopperGradientCta {
   // Named barriers: 1 for all consumers, 2 + `consumer` for a single one.
   __device__ static void sync_consumers() { NamedBarrier<128 * consumers>{1}.sync(); }
   __device__ static void sync_consumer(int consumer) { NamedBarrier<128>{2 + consumer}.sync(); }
+
+  // ---- Pairs.
+
+  // Returns the index of the CTA in its cluster.
+  __device__ static int rank() { return pair == 1 ? 0 : blockIdx.z; }
+  // Returns the offset of the CTA's columns in a tile of dq sums.
+  __device__ static int64 dq_part() { return rank() * dq_floats; }
+
+  // Returns a shared-memory address without its upper bits, which in a cluster hold the CTA's rank.
+  // In a matrix descriptor, they would change the stride between TMA boxes.
+  __device__ static unsigned window_address(unsigned address) {
+    constexpr unsigned window_bytes = 1 << 18;
+    return pair == 1 ? address : address % window_bytes;
+  }
+
+  // Returns whether CTAs of index `order_index` in the dq order may add. Each CTA of a pair
+  // increments the semaphore when it has added its columns.
+  __device__ static bool may_add(int semaphore, int order_index) {
+    return semaphore / pair == order_index;
+  }
+
+  // Waits until the barriers of the CTA and of its peer are initialized.
+  __device__ static void sync_start() {
+    __syncthreads();
+    sync_pair();
+  }
+  // Waits for the peer. At the end, it has then received all dS, so that no copy between the two
+  // CTAs is in flight when one of them exits. No memory is published.
+  __device__ static void sync_pair() {
+    if constexpr (pair > 1) {
+      __syncwarp();
+      ptx::cluster_arrive_relaxed();
+      ptx::cluster_wait();
+    }
+  }
 };
 
 #endif  // __CUDA_ARCH__ == 900

@@ -32,6 +32,14 @@ struct HopperListedCta : ListedCta<Config, HopperGradientCta<Config>> {
     return stored_step(step, stage);
   }
 
+  // Returns whether a key of the KV tile has a visible pair, with `Config::stores_pairs`.
+  __device__ bool is_visible_key(int key) const {
+    const int offset = key - Base::coord.begin;
+    const unsigned* const keys =
+        Base::lists(Base::p).visible_keys(Base::list(), Base::query_tiles(), Config::Bc);
+    return keys[offset / 32] >> offset % 32 & 1;
+  }
+
  private:
   struct alignas(8) StoredStep {
     unsigned entry;

@@ -25,6 +25,7 @@ struct HopperGradientLoader {
     load<typename Cta::KeyTile>(cta.keys_address(), &cta.maps.k, sequence.k_first + cta.coord.begin,
                                 cta.coord.head, sequence.k_batch,
                                 Config::has_seqlens ? cta.keys_arrived() : cta.keys_full());
+    if constexpr (Cta::pair > 1) load_peer_keys();
     Step step = cta.first_step();
     load_queries(step);
     load<typename Cta::ValueTile>(cta.values_address(), &cta.maps.v,
@@ -39,6 +40,17 @@ struct HopperGradientLoader {
   }
 
  private:
+  // Loads the columns of the peer CTA's keys that the CTA multiplies with dS.
+  __device__ void load_peer_keys() const {
+    static_assert(!Config::has_seqlens, "TMA clears the rows past the end of the sequence");
+    using Tile = typename Cta::PeerKeyTile;
+    const int rank = Cta::rank();
+    const int row = cta.coord.begin + (1 - 2 * rank) * Config::Bc;
+    ptx::mbarrier_arrive_expect_tx(cta.keys_full(), Tile::bytes);
+    load_boxes<Tile>(cta.peer_keys_address(), &cta.maps.k, rank * Tile::columns, row,
+                     cta.coord.head, cta.sequence.k_batch, cta.keys_full(), ptx::l2_evict_normal);
+  }
+
   __device__ void load_queries(const Step& step) {
     const int stage = q_ring.index;
     ptx::mbarrier_wait(cta.q_empty(stage), q_ring.phase ^ 1);
@@ -200,9 +212,10 @@ struct HopperGradientAdder {
     const DqSums<Config> all(cta.p);
     int* semaphore = all.semaphore(cta.p, cta.sequence, cta.coord.batch, step.head, step.tile);
     float* target = all.template sums<Fragments::floats>(cta.p, cta.sequence, cta.coord.batch,
-                                                         step.head, step.tile);
+                                                         step.head, step.tile) +
+                    Cta::dq_part();
     const int order_index = cta.order_index(step);
-    while (ptx::ld_acquire_gpu(semaphore) != order_index) {
+    while (!Cta::may_add(ptx::ld_acquire_gpu(semaphore), order_index)) {
     }
     ptx::fence_proxy_async_global();
     if (Cta::last_writes && cta.is_last_cta(step)) {

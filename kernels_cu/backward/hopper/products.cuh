@@ -57,7 +57,7 @@ struct HopperGradientProducts {
   using Scores = float[columns / 2];
   using LeftOperand = unsigned[columns / 4];
   // Number of dq columns that the consumer computes at once.
-  static constexpr int dq_columns = Config::wide ? 64 : DqColumns;
+  static constexpr int dq_columns = Config::wide && DqColumns > 64 ? 64 : DqColumns;
   static constexpr int dq_chunks = DqColumns / dq_columns;
   static constexpr int dq_column_tiles = dq_columns / 8;
   using DqPart = float[dq_columns / 2];
@@ -68,10 +68,8 @@ struct HopperGradientProducts {
   PipelineState<Config::q_stages> q_ring = {};
   PipelineState<Config::dout_stages> dout_ring = {};
   PipelineState<Cta::ds_stages> ds_ring = {};
-  // Sums of P of each key, and bits of the pairs that were visible in any tile (`TransposedPairs`).
-  // One of the two detects keys whose pairs are all masked.
+  // Sums of P of each key, to detect keys whose pairs are all masked, if `sums_p`.
   float p_sums[2] = {};
-  unsigned any_visible = 0;
   int sums_phase = 1;  // of the consumer's dq buffer
   int sums_stage = 0;
 
@@ -92,17 +90,22 @@ struct HopperGradientProducts {
   // product with them; other consumers read them only after a barrier.
   __device__ void clean_keys() const {
     if constexpr (Config::inspects) {
-      constexpr int bytes = 64 * KeyTile::box_row_bytes;
-#pragma unroll 1
-      for (int box = 0; box < KeyTile::boxes; ++box) {
-        const unsigned rows = consumer_rows<KeyTile>(cta.keys_address() + box * KeyTile::box_bytes);
-#pragma unroll
-        for (int offset = threadIdx.x % 128 * 16; offset < bytes; offset += 128 * 16) {
-          clean_chunk<Element>(rows + offset);
-        }
-      }
+      clean_rows<KeyTile>(cta.keys_address());
+      if constexpr (Cta::pair > 1) clean_rows<typename Cta::PeerKeyTile>(cta.peer_keys_address());
       ptx::fence_proxy_async();
       Cta::sync_consumer(consumer);
+    }
+  }
+  template <class Tile>
+  __device__ void clean_rows(unsigned tile) const {
+    constexpr int bytes = 64 * Tile::box_row_bytes;
+#pragma unroll 1
+    for (int box = 0; box < Tile::boxes; ++box) {
+      const unsigned rows = consumer_rows<Tile>(tile + box * Tile::box_bytes);
+#pragma unroll
+      for (int offset = threadIdx.x % 128 * 16; offset < bytes; offset += 128 * 16) {
+        clean_chunk<Element>(rows + offset);
+      }
     }
   }
 
@@ -114,7 +117,7 @@ struct HopperGradientProducts {
                                int part) const {
     ptx::pin(scores);
     ptx::wgmma_fence();
-    const unsigned rows = rows_of<QueryTile>(cta.queries_address(stage), part);
+    const unsigned rows = window_rows<QueryTile>(cta.queries_address(stage), part);
 #pragma unroll
     for (int step = 0; step < k_steps; ++step) {
       multiply<KeyTile, QueryTile>(scores, keys, cta.keys_address(), rows, step, step != 0);
@@ -135,7 +138,7 @@ struct HopperGradientProducts {
     }
     ptx::pin(gradients);
     ptx::wgmma_fence();
-    const unsigned rows = rows_of<DoutTile>(cta.dout_address(dout_ring.index), part);
+    const unsigned rows = window_rows<DoutTile>(cta.dout_address(dout_ring.index), part);
 #pragma unroll
     for (int step = 0; step < k_steps_v; ++step) {
       multiply<ValueTile, DoutTile>(gradients, values, cta.values_address(), rows, step, true);
@@ -145,7 +148,7 @@ struct HopperGradientProducts {
   }
 
   // Issues one k step of a product between the consumer's keys, in registers (`kept`) or in shared
-  // memory at `left`, and the rows of a query tile.
+  // memory at `left`, and the rows of a query tile (`window_rows`).
   template <class LeftTile, class Tile, int Count>
   __device__ void multiply(Scores& sums, const unsigned (&kept)[Count], unsigned left,
                            unsigned rows, int step, bool accumulate) const {
@@ -156,8 +159,9 @@ struct HopperGradientProducts {
     } else {
       Wgmma<Element, columns>::multiply(
           sums,
-          LeftTile::k_along_columns() +
-              (consumer_rows<LeftTile>(left) + LeftTile::column_step(step)) / 16,
+          LeftTile::k_along_columns() + (Cta::window_address(consumer_rows<LeftTile>(left)) +
+                                         LeftTile::column_step(step)) /
+                                            16,
           right, accumulate);
     }
   }
@@ -185,13 +189,13 @@ struct HopperGradientProducts {
 
   // Issues dV += P^T dO.
   __device__ void start_dv(float (&dv_sums)[dim_v / 2], const LeftOperand& left_p, int part) const {
-    start_sums<DoutTile, dim_v>(dv_sums, left_p,
-                                rows_of<DoutTile>(cta.dout_address(dout_ring.index), part));
+    start_sums<DoutTile, dim_v>(
+        dv_sums, left_p, window_rows<DoutTile>(cta.dout_address(dout_ring.index), part));
   }
   // Issues dK += dS^T Q.
   __device__ void start_dk(float (&dk_sums)[dim / 2], const LeftOperand& left_ds, int part) const {
-    start_sums<QueryTile, dim>(dk_sums, left_ds,
-                               rows_of<QueryTile>(cta.queries_address(q_ring.index), part));
+    start_sums<QueryTile, dim>(
+        dk_sums, left_ds, window_rows<QueryTile>(cta.queries_address(q_ring.index), part));
   }
   template <class Tile, int Columns>
   __device__ static void start_sums(float (&sums)[Columns / 2], const LeftOperand& left,
@@ -212,19 +216,28 @@ struct HopperGradientProducts {
   __device__ void start_dq(DqPart& sums) const {
     const unsigned rows = cta.ds_address(ds_ring.index) +
                           (Fragments::by_rows ? 64 * consumer * DsTile::box_row_bytes : 0);
-    const unsigned keys =
-        cta.keys_address() + (Cta::first_dq_column(consumer) + Chunk * dq_columns) /
-                                 KeyTile::box_columns * KeyTile::box_bytes;
-    const unsigned long long ds = DsTile::k_along_columns() + rows / 16;
-    const unsigned long long k = KeyTile::k_along_rows() + keys / 16;
     ptx::pin(sums);
     ptx::wgmma_fence();
+    multiply_dq<Chunk>(sums, rows, cta.dq_keys_address(), false);
+    ptx::wgmma_commit_group();
+  }
+
+  // Issues the product of the dS at `rows` and a chunk of the consumer's columns. The CTA's columns
+  // of k start at `keys`.
+  template <int Chunk>
+  __device__ void multiply_dq(DqPart& sums, unsigned rows, unsigned keys, bool accumulate) const {
+    const unsigned columns_of_chunk =
+        keys + (Cta::first_dq_column(consumer) + Chunk * dq_columns) / KeyTile::box_columns *
+                   KeyTile::box_bytes;
+    const unsigned long long ds = DsTile::k_along_columns() + Cta::window_address(rows) / 16;
+    const unsigned long long k =
+        KeyTile::k_along_rows() + Cta::window_address(columns_of_chunk) / 16;
 #pragma unroll
     for (int step = 0; step < Bc / 16; ++step) {
       WgmmaRows<Element, dq_columns>::multiply(sums, ds + DsTile::column_step(step) / 16,
-                                               k + KeyTile::row_step(step) / 16, step != 0);
+                                               k + KeyTile::row_step(step) / 16,
+                                               accumulate || step != 0);
     }
-    ptx::wgmma_commit_group();
   }
 
   // Return the addresses of the consumer's first key in a KV tile, and of a part in a query tile.
@@ -236,6 +249,11 @@ struct HopperGradientProducts {
   __device__ static unsigned rows_of(unsigned tile, int part) {
     return tile + part * columns * Tile::box_row_bytes;
   }
+  // Returns the latter for a matrix descriptor.
+  template <class Tile>
+  __device__ static unsigned window_rows(unsigned tile, int part) {
+    return Cta::window_address(rows_of<Tile>(tile, part));
+  }
 
   // ---- Between products.
 
@@ -246,7 +264,10 @@ struct HopperGradientProducts {
     load_rows(minus_delta, part, Br);
   }
   __device__ void load_rows(LaneRows& row_values, int part, int first) const {
-    const float* stats = cta.stats(q_ring.index) + first + part * columns + threadIdx.x % 4 * 2;
+    // The compiler must not keep the lane's offset in a register: with lists of query tiles and
+    // head_dim 128, it would spill 20 bytes more.
+    const int lane_row = ptx::opaque(threadIdx.x) % 4 * 2;
+    const float* stats = cta.stats(q_ring.index) + first + part * columns + lane_row;
     using Pair = Vector<float, 2>;
 #pragma unroll
     for (int j = 0; j < columns / 8; ++j) {
@@ -345,16 +366,13 @@ struct HopperGradientProducts {
                                          key_step());
     }
   }
-  // Whether bits record which keys have a visible pair. A score of -inf masks its pair, too.
-  static constexpr bool records_bits = Config::stores_pairs && !Mods::changes_scores;
+  // Whether sums of P tell which keys have a visible pair. Otherwise the block mask does, because
+  // bits that consumers collect, or sums, take registers. A score of -inf masks its pair, too.
+  static constexpr bool sums_p =
+      Mods::masks_pairs && (Mods::changes_scores || !Config::stores_pairs);
 
-  // Records which keys have a visible pair. Bits take fewer registers than sums: with sums, the
-  // kernel for head_dim 128 spills 570 instead of 200 bytes.
-  __device__ void record_visible_keys(const Scores& scores, bool is_masked,
-                                      unsigned visible_pairs) {
-    if constexpr (records_bits) {
-      any_visible |= is_masked ? visible_pairs : ~0u;
-    } else if constexpr (Mods::masks_pairs) {
+  __device__ void sum_p(const Scores& scores) {
+    if constexpr (sums_p) {
 #pragma unroll
       for (int i = 0; i < columns / 2; ++i) p_sums[i / 2 % 2] += scores[i];
     }
@@ -453,7 +471,7 @@ struct HopperGradientProducts {
   __device__ void write_dq(DqPart& sums, const Step& step, int stage) const {
     const float scale = signed_scale<Config, float>(cta.p);
     const int warp = 4 * consumer + threadIdx.x / 32 % 4;
-    const int lane = threadIdx.x % 32;
+    const int lane = ptx::opaque(threadIdx.x % 32);  // as in `load_rows`: 40 bytes
     const int first_column = Cta::first_dq_column(warp / 4);
     Gradient* output = cta.p.dq.template head<Gradient>(cta.sequence.q_batch, step.head) +
                        (cta.sequence.q_first + int64(step.tile * Br)) * cta.p.dq.row_stride;
@@ -493,11 +511,9 @@ struct HopperGradientProducts {
     const int key = cta.coord.begin + lane_key() + 8 * half;
     const bool is_visible = cta.mask.row_begin(key, cta.sequence.seqlen_q) <
                             cta.mask.row_end(key, cta.sequence.seqlen_q);
-    if constexpr (!Mods::masks_pairs) return is_visible;
-    const float sum = records_bits
-                          ? float((any_visible & TransposedPairs::bits_of_key(half)) != 0)
-                          : p_sums[half];
-    return is_visible && sum_of_lanes(sum) != 0;
+    if constexpr (sums_p) return is_visible && sum_of_lanes(p_sums[half]) != 0;
+    if constexpr (Mods::masks_pairs) return is_visible && cta.is_visible_key(key);
+    return is_visible;
   }
 
   template <int Count>

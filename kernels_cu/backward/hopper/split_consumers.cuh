@@ -25,6 +25,31 @@
 //
 //   semaphore lane  acquires the semaphore       | both have added: releases it
 //   consumers       semaphore_acquired -> add, dq_added
+//
+// Additions of dq limit these kernels. If `Config::pair` is 2, two CTAs of a cluster therefore
+// visit the same query tiles and exchange dS. They have consecutive KV tiles. Each computes half of
+// the columns of dq, from the keys of both, so that half as many bytes are added. TMA loads the
+// CTA's columns of the peer's keys once. The copy of a dS tile completes the peer's `peer_ds_full`:
+//
+//   dk consumer   dS(i) -> copy to the peer, dK(i)   dQ(i) of own dS | dQ(i) of the peer's dS
+//   dv consumer   dV(i) ..........................   dQ(i) of own dS | dQ(i) of the peer's dS
+//                                              ds_full           peer_ds_full
+//
+// Here, too, no barrier signals that a buffer is empty. Let A and B be the CTAs, and let there be n
+// buffers for the peer's dS. B sends dS(i + n) to the buffer that A used for dS(i), and A must have
+// completed dQ(i). With n = 2, or with n = 3 if P is computed a tile ahead, A has done so:
+//
+//   B  dk consumer  sends dS(i + n)      after its dQ(i + n - 1), with A's dS(i + n - 1)
+//   A  dk consumer  sends dS(i + n - 1)  after its dQ(i + n - 2), with P(i + n - 1)
+//   A  dv consumer  sends P(i + n - 1)   after its dQ(i + n - 2) or, a tile ahead, dQ(i + n - 3)
+//
+// A's dk consumer writes dS(i + 2) to the buffer of its dS(i) after its dQ(i + 1), with B's
+// dS(i + 1). B's dk consumer sent that after its dQ(i), so that the copy of dS(i) had arrived. For
+// A's own products, the argument of CTAs without a peer holds.
+//
+// Both CTAs add their columns of a query tile at the same index in the dq order, and both increment
+// its semaphore. If the number of KV tiles is odd, the last pair has a CTA without keys: TMA fills
+// its tiles with zeros, and the mask makes its P zero.
 #pragma once
 
 #include "backward/hopper/listed_tiles.cuh"
@@ -39,7 +64,7 @@
 template <class Config, int DqColumns>
 struct HopperWideProducts : HopperGradientProducts<Config, DqColumns> {
   using Base = HopperGradientProducts<Config, DqColumns>;
-  using Base::consumer, Base::cta;
+  using Base::consumer, Base::cta, Base::ds_ring;
   using typename Base::Cta;
   using typename Base::Fragments;
   using typename Base::LeftOperand;
@@ -49,14 +74,46 @@ struct HopperWideProducts : HopperGradientProducts<Config, DqColumns> {
                 "a query tile is one part, and both consumers have the same keys");
 
   PipelineState<Cta::sums_stages> semaphore_ring = {};
+  // Position among the buffers of the peer's dS, if it differs from that among the CTA's own.
+  static constexpr bool has_peer_ring = Cta::pair > 1 && Cta::peer_ds_stages != Cta::ds_stages;
+  PipelineState<has_peer_ring ? Cta::peer_ds_stages : 1> other_peer_ring = {};
   unsigned no_operand[1];  // placeholder: k and v stay in shared memory, not in registers
 
   using Base::Base;
+
+  __device__ const auto& peer_ds_ring() const {
+    if constexpr (has_peer_ring) {
+      return other_peer_ring;
+    } else {
+      return ds_ring;
+    }
+  }
+
+  // In a pair, waits for the peer's dS and issues its product with the peer's keys. The product of
+  // the CTA's own dS and keys may be in flight.
+  __device__ void add_peer_dq(DqPart& sums) const {
+    if constexpr (Cta::pair > 1) {
+      static_assert(Base::dq_chunks == 1, "each consumer of a pair has one chunk");
+      const int stage = peer_ds_ring().index;
+      ptx::mbarrier_wait(cta.peer_ds_full(stage), peer_ds_ring().phase);
+      ptx::wgmma_fence();
+      Base::template multiply_dq<0>(sums, cta.peer_ds_address(stage), cta.peer_keys_address(),
+                                    true);
+      ptx::wgmma_commit_group();
+    }
+  }
+
+  // Advances to the next tile's dS.
+  __device__ void advance_ds() {
+    ds_ring.advance();
+    if constexpr (has_peer_ring) other_peer_ring.advance();
+  }
 
   // Completes the consumer's columns of dq, whose first chunk is in flight, and adds them. `next()`
   // issues the next tile's product before the last addition, so that they overlap.
   template <class Next>
   __device__ void add_dq(DqPart& first, const Step& step, Next next) {
+    add_peer_dq(first);
     Base::template wait<0>(first);
     if constexpr (Base::dq_chunks == 1) {
       next();
@@ -89,7 +146,7 @@ struct HopperWideProducts : HopperGradientProducts<Config, DqColumns> {
     const DqSums<Config> all(cta.p);
     float* target = all.template sums<Fragments::floats>(cta.p, cta.sequence, cta.coord.batch,
                                                          step.head, step.tile) +
-                    Cta::dq_offset(consumer) + 64 * Chunk * Base::dq_columns +
+                    Cta::dq_part() + Cta::dq_offset(consumer) + 64 * Chunk * Base::dq_columns +
                     Fragments::fragment_offset(threadIdx.x / 32 % 4, 0, 0, threadIdx.x % 32);
     const bool is_first = cta.order_index(step) == 0;
     if (Chunk == 0) {
@@ -210,7 +267,7 @@ struct HopperValueConsumer
     } else {
       start();
     }
-    ds_ring.advance();
+    Base::advance_ds();
     if constexpr (!ahead && !Last) wait_next<0>(next);
     if constexpr (has_next_p) {
       // The compiler must not move these copies up: dV reads `left_p` until its product is complete.
@@ -232,7 +289,7 @@ struct HopperValueConsumer
     } else {
       Base::compute_all_p(scores, lse_log2, step, 0, is_masked, visible_pairs);
     }
-    Base::record_visible_keys(scores, is_masked, visible_pairs);
+    Base::sum_p(scores);
     Base::narrow(left_p, scores);
     if constexpr (wants_ds) {
       if constexpr (Base::single_pass) {
@@ -334,20 +391,36 @@ struct HopperKeyConsumer : HopperWideProducts<Config, HopperGradientCta<Config>:
     } else {
       start();
     }
-    ds_ring.advance();
+    Base::advance_ds();
   }
 
   __device__ void softmax_backward(LeftOperand& left_ds, bool is_masked) {
     Scores scores;
     ptx::mbarrier_wait(cta.p_full(ds_ring.index), ds_ring.phase);
     receive_p(scores);
-    Base::record_visible_keys(scores, is_masked, Base::load_visible_pairs(0));
+    Base::sum_p(scores);
     Base::template wait<0>(gradients);
     Base::compute_ds(gradients, scores, is_masked);
     Base::narrow(left_ds, gradients);
     if constexpr (wants_q) Base::write_ds(left_ds, 0);
     ptx::fence_proxy_async();
     arrive_warp(cta.ds_full(ds_ring.index));
+    if constexpr (Cta::pair > 1) send_ds();
+  }
+
+  // Sends dS to the peer CTA, and expects the peer's.
+  __device__ void send_ds() const {
+    if (threadIdx.x % 128 == 0) {
+      const int stage = Base::peer_ds_ring().index, peer = Cta::rank() ^ 1;
+      constexpr int bytes = Cta::DsTile::bytes;
+      ptx::mbarrier_arrive_expect_tx(cta.peer_ds_full(stage), bytes);
+      // Wait until all warps of this consumer have written dS.
+      ptx::mbarrier_wait(cta.ds_full(ds_ring.index), ds_ring.phase);
+      ptx::cp_async_bulk_to_cta(ptx::map_to_cta(cta.peer_ds_address(stage), peer),
+                                cta.ds_address(ds_ring.index), bytes,
+                                ptx::map_to_cta(cta.peer_ds_full(stage), peer));
+    }
+    __syncwarp();
   }
 
   // Reads what the dv consumer has passed: P, or P times the slope if `single_pass`.
@@ -393,7 +466,7 @@ struct HopperSemaphoreWarp {
     const DqSums<Config> all(cta.p);
     int* semaphore = all.semaphore(cta.p, cta.sequence, cta.coord.batch, step.head, step.tile);
     const int order_index = cta.order_index(step);
-    while (ptx::ld_acquire_gpu(semaphore) != order_index) {
+    while (!Cta::may_add(ptx::ld_acquire_gpu(semaphore), order_index)) {
     }
     ptx::mbarrier_arrive(cta.semaphore_acquired(lane_index));
     ptx::mbarrier_wait(cta.dq_added(lane_index), phase);

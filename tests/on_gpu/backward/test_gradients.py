@@ -177,3 +177,56 @@ def test_queries_of_few_heads_are_divided_among_thread_blocks(
     for _ in range(10):
         for name, gradient in call.run(cupy, family=family).items():
             np.testing.assert_array_equal(gradient.view(np.uint8), found[name].view(np.uint8))
+
+
+# Options of calls in which KV tiles of a pair differ: in whether they are masked, or exist.
+PAIR_OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "first keys": {"causal": True, "q_offset": -90},
+    "few last rows": {"causal": True, "q_offset": 40},
+    "window": {"causal": True, "window_size": (70, 0)},
+    "both sides": {"window_size": (50, 90)},
+    "float32": {"causal": True, "grad_dtype": "float32"},
+    "dq alone": {"wrt": ("q",)},
+}
+
+
+@pytest.mark.parametrize("options", PAIR_OPTIONS.values(), ids=list(PAIR_OPTIONS))
+@pytest.mark.parametrize("keys", [1, 50, 64, 65, 128, 130, 449])
+@pytest.mark.parametrize("head_dims", [(256, 256), (192, 128), (136, 136), (64, 200)], ids=str)
+def test_pairs_of_thread_blocks_give_the_gradients(
+    rng: np.random.Generator, head_dims: tuple[int, int], keys: int, options: dict[str, Any]
+) -> None:
+    rows, (dim, dim_v) = int(rng.integers(1, 400)), head_dims
+    shapes = {"q": (2, rows, 6, dim), "k": (2, keys, 2, dim), "v": (2, keys, 2, dim_v)}
+    shapes["dout"] = (2, rows, 6, dim_v)
+    arrays = {n: rng.standard_normal(x).astype(DTYPES["bfloat16"]) for n, x in shapes.items()}
+    dout, options = arrays.pop("dout"), dict(options)
+    wanted = {name: options.pop(name, None) for name in ("wrt", "grad_dtype")}
+    call = GradientCall(ModifiedCall("dense", "bfloat16", arrays, options), dout, **wanted)
+    tile = {"Br": 64, "Bc": 64, "dout_stages": 1, "pair": 2}
+    try:
+        found = call.run(cupy, family="hopper", tile=tile)
+    except UnsupportedError:
+        pytest.skip("this GPU has no clusters")
+    check_gradients(call, found)
+    for name, gradient in call.run(cupy, family="hopper", tile=tile).items():
+        np.testing.assert_array_equal(gradient.view(np.uint8), found[name].view(np.uint8))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dims", [(256, 256), (192, 128)], ids=str)
+def test_many_pairs_give_the_same_bits(head_dims: tuple[int, int], causal: bool) -> None:
+    """Several waves of pairs on each SM, with sections of both orders if `causal`."""
+    rng, (dim, dim_v) = np.random.default_rng(7), head_dims
+    shapes = {"q": (1, 2000, 12, dim), "k": (1, 2100, 12, dim), "v": (1, 2100, 12, dim_v)}
+    shapes["dout"] = (1, 2000, 12, dim_v)
+    arrays = {n: rng.standard_normal(x).astype(DTYPES["bfloat16"]) for n, x in shapes.items()}
+    dout = arrays.pop("dout")
+    call = GradientCall(ModifiedCall("dense", "bfloat16", arrays, {"causal": causal}), dout)
+    found = call.run(cupy)
+    check_gradients(call, found)
+    for _ in range(20):
+        for name, gradient in call.run(cupy).items():
+            np.testing.assert_array_equal(gradient.view(np.uint8), found[name].view(np.uint8))

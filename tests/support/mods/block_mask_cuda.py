@@ -126,6 +126,7 @@ class FoundLists(NamedTuple):
     lists: np.ndarray  # words of `QueryTileEntry`, (key blocks, query tiles)
     # Bits of visible pairs, (key blocks, query tiles, blocks of a tile, words); None if not stored.
     pairs: np.ndarray | None
+    keys: np.ndarray  # whether a key has a visible pair, (key blocks, keys); False if not stored
 
 
 class HostMask(NamedTuple):
@@ -196,10 +197,8 @@ def _host_mask(
         of_keys = spec.key_blocks if text.key_ranges else 0
         thread_blocks = batches * heads * parts
         warps = batches * heads * (of_rows + of_keys)
-        entries = spec.entries(text)
-        stored = entries if spec.lists and spec.lists.stores_pairs else 0
-        lists = entries // spec.row_tiles
-        build(pointer(params), warps, thread_blocks, batches * heads, lists, stored)
+        stored = spec.entries(text) if spec.lists and spec.lists.stores_pairs else 0
+        build(pointer(params), warps, thread_blocks, batches * heads, layout.lists, stored)
         if spec.lists:
             return read_lists(spec, (batches, heads), memory, layout)
         return read_map(spec, (batches, heads), memory, layout)
@@ -285,11 +284,14 @@ def read_lists(
     batches, heads = maps
     kv_heads = heads // spec.lists.group if heads > 1 else 1
     shape = batches, kv_heads, spec.key_blocks, spec.row_tiles
-    words = memory[layout.tiles :].view(np.uint32)[: int(np.prod(shape))]
+    words = memory[layout.tiles : layout.visible_pairs].view(np.uint32)
+    entries, of_list = int(np.prod(shape)), spec.Bc // 32
+    key_words = words[entries:][: layout.lists * of_list].reshape(*shape[:3], of_list)
+    keys = np.unpackbits(key_words.view(np.uint8), axis=-1, bitorder="little").astype(bool)
     pairs = None
     if spec.lists.stores_pairs:
         pairs = memory[layout.visible_pairs :].view(np.uint32).reshape(*shape, -1, 128)
-    return FoundLists(words.reshape(shape), pairs)
+    return FoundLists(words[:entries].reshape(shape), pairs, keys)
 
 
 def check_lists(
@@ -301,6 +303,10 @@ def check_lists(
     seen = visible_pairs(mod, spec, maps)
     seen = seen.reshape(batches, kv_heads, -1, *seen.shape[-2:])  # the heads of each KV head
     for b, h in np.ndindex(batches, kv_heads):
+        keys = np.zeros(spec.key_blocks * spec.Bc, bool)
+        if found.pairs is not None:
+            keys[: spec.seqlen_k] = seen[b, h].any((0, 1))
+        np.testing.assert_array_equal(found.keys[b, h].ravel(), keys)
         nonempty = of_blocks(seen[b, h : h + 1], spec).any((0, 1))
         missing = of_blocks(~seen[b, h : h + 1], spec).any((0, 1))
         for k, words in enumerate(found.lists[b, h]):

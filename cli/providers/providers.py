@@ -108,7 +108,7 @@ class CpuBackend(Dispatcher):
 
 def _reads_block_mask(plan: Plan) -> bool:
     family = FAMILIES[plan.problem.direction].get(plan.family)
-    return family is not None and family.uses_block_mask(plan.problem)
+    return family is not None and family.uses_block_mask(plan.problem, plan.tile)
 
 
 class _Variant(Provider):

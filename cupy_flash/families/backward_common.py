@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cupy_flash.families import input_gradients
-from cupy_flash.families.contract import MAX_GRID, ceil_div, heads_in_l2, round_up, why_not_scale
+from cupy_flash.families.contract import (
+    MAX_GRID,
+    QueryTileLists,
+    ceil_div,
+    heads_in_l2,
+    may_have_block_mask,
+    round_up,
+    why_not_scale,
+)
 from cupy_flash.families.input_gradients import BiasPlan
 from cupy_flash.families.schedule import ROW_TERMS, Launch, Schedule, TensorMapSpec
 from cupy_flash.problem.arrays import ITEMSIZE
@@ -26,6 +34,10 @@ _WORKSPACE_ALIGNMENT = 512
 _WORD = 4
 # Least number of query tiles of a chunk, if thread blocks divide the query tiles of a KV tile.
 _LEAST_CHUNK_TILES = 4
+# Largest number of bytes of the lists of query tiles in a block mask.
+_LIST_BYTES = 150_000_000
+# Bounds of the query tiles and of the KV tiles that an entry of a list can describe.
+_MAX_QUERY_TILES, _MAX_KV_TILES = 2**16, 2**13
 
 
 def why_not(problem: Problem) -> str | None:
@@ -38,6 +50,48 @@ def why_not(problem: Problem) -> str | None:
 def why_not_tensor_cores(problem: Problem) -> str | None:
     """Return why no backward family on tensor cores serves the problem, or None if some may."""
     return why_not(problem) or why_not_scale(problem)
+
+
+def reads_lists(problem: Problem, queries: int, keys: int) -> bool:
+    """Return whether thread blocks read their query tiles from lists in a block mask.
+
+    Parameters
+    ----------
+    problem
+        Backward problem.
+    queries, keys
+        Number of rows of a query tile, and of a KV tile.
+    """
+    if not may_have_block_mask(problem) or 0 in problem.shape_of("q"):
+        return False
+    query_tiles, kv_tiles = ceil_div(problem.seqlen_q, queries), ceil_div(problem.seqlen_k, keys)
+    return (
+        query_tiles < _MAX_QUERY_TILES
+        and kv_tiles < _MAX_KV_TILES
+        and list_entries(problem, queries, keys) * _WORD <= _LIST_BYTES
+    )
+
+
+def list_entries(problem: Problem, queries: int, keys: int) -> int:
+    """Return the number of entries of all lists; sequences and KV heads may share lists."""
+    assert problem.score is not None
+    of_batch, of_head = problem.score.mask_varies
+    lists = (problem.batch if of_batch else 1) * (problem.heads_kv if of_head else 1)
+    return lists * ceil_div(problem.seqlen_q, queries) * ceil_div(problem.seqlen_k, keys)
+
+
+def query_tile_lists(problem: Problem, *, stores_pairs: bool = False) -> QueryTileLists:
+    """Return the lists of query tiles that the query heads of each KV head share."""
+    return QueryTileLists(problem.heads_q // problem.heads_kv, stores_pairs)
+
+
+def visited_rows(problem: Problem, *, has_lists: bool) -> int:
+    """Return how many query rows of a head thread blocks that run together are assumed to visit.
+
+    With lists of query tiles, these are a quarter of the rows. If more heads are interleaved,
+    thread blocks of the same head start further apart, and wait less.
+    """
+    return ceil_div(problem.seqlen_q, 4) if has_lists else problem.seqlen_q
 
 
 def row_lanes(problem: Problem) -> int:

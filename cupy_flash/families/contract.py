@@ -159,8 +159,8 @@ class Family(ABC, Generic[TileT]):
             return "does not support 8-bit keys and values"
         return self._why_not(problem, device)
 
-    def uses_block_mask(self, problem: Problem) -> bool:
-        """Return whether the kernels read a block mask of the problem."""
+    def uses_block_mask(self, problem: Problem, tile: TileT) -> bool:
+        """Return whether the kernels of a tile read a block mask of the problem."""
         return self.reads_block_masks and may_have_block_mask(problem)
 
     def query_tile_lists(self, problem: Problem, tile: TileT) -> QueryTileLists | None:
@@ -250,7 +250,7 @@ class Family(ABC, Generic[TileT]):
         members |= self.config(problem, tile, split)
         score = problem.score
         members |= score_config(problem)
-        members["block_mask"] = self.uses_block_mask(problem)
+        members["block_mask"] = self.uses_block_mask(problem, tile)
         types = {
             "Element": _element_type(problem),
             "Mods": "NoMods" if score is None else "::Mods",

@@ -141,7 +141,7 @@ class Plan:
             text += " in each head of a sequence of maximum length"
         if score is not None and score.prefix:
             text += ", more computed if prefixes make keys visible"
-        if family is not None and family.uses_block_mask(problem):
+        if family is not None and family.uses_block_mask(problem, self.tile):
             text += "; of these, the GPU skips blocks without visible pairs"
         elif masks_pairs:
             text += "; any block may contain masked pairs"

@@ -3,7 +3,8 @@
 // which another kernel first writes preswizzled tiles (preprocess/preswizzle.cuh).
 //
 // FlashAttention-2 (Dao 2023, algorithm 2): a CTA owns a KV tile, whose dk and dv it keeps in
-// registers. It iterates over the query tiles of all query heads, from the last to the first:
+// registers. It iterates over the query tiles of all query heads, from the last to the first or, if
+// functions mask pairs, in the order of lists (listed_tiles.cuh):
 //
 //   S^T = K Q^T,  dP^T = V dO^T,  P and dS from these,  dV += P^T dO,  dK += dS^T Q,  dQ = dS K
 //
@@ -20,6 +21,46 @@
 
 #if __CUDA_ARCH__ >= 800
 
+// Keys of a lane that have a visible pair, detected by sums of P or, with `HasBits`, by bits of
+// visible pairs. Bits take fewer registers.
+template <class Softmax, int row_tiles, int columns, bool HasBits>
+struct VisibleKeysOf {
+  using Scores = float[row_tiles][columns / 8][4];
+  float p_sums[row_tiles][2];
+
+  __device__ void clear() {
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) p_sums[i][0] = p_sums[i][1] = 0;
+  }
+  template <bool Masked>
+  __device__ void record(const Scores& p, typename Softmax::VisiblePairs) {
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < columns / 8; ++j) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) p_sums[i][c / 2] += p[i][j][c];
+      }
+    }
+  }
+  __device__ bool include(int i, int half) const { return p_sums[i][half] != 0; }
+};
+template <class Softmax, int row_tiles, int columns>
+struct VisibleKeysOf<Softmax, row_tiles, columns, true> {
+  using Scores = float[row_tiles][columns / 8][4];
+  using VisiblePairs = typename Softmax::VisiblePairs;
+  VisiblePairs any_visible;
+
+  __device__ void clear() { any_visible = 0; }
+  template <bool Masked>
+  __device__ void record(const Scores&, VisiblePairs visible_pairs) {
+    any_visible |= Masked ? visible_pairs : ~VisiblePairs(0);
+  }
+  __device__ bool include(int i, int half) const {
+    return Softmax::has_visible_pair(any_visible, 2 * i + half);
+  }
+};
+
 template <class Config>
 struct MmaGradients : MmaGradientProducts<Config> {
   using Base = MmaGradientProducts<Config>;
@@ -27,14 +68,15 @@ struct MmaGradients : MmaGradientProducts<Config> {
   using Base::Bc, Base::stages, Base::threads, Base::query_warps, Base::warp_keys, Base::row_tiles;
   using Base::columns, Base::passes, Base::dq_column_warps, Base::dq_row_tiles, Base::dq_steps;
   using Base::operand_columns, Base::shares_operands, Base::paired;
-  using Base::refines_p, Base::refines_ds, Base::is_bounded, Base::exchanges_p, Base::exchanges_ds;
+  using Base::refines_p, Base::refines_ds, Base::exchanges_p, Base::exchanges_ds;
   using Base::stage_bytes, Base::stages_offset, Base::p, Base::coord, Base::sequence, Base::mask;
-  using Base::memory, Base::shared, Base::scale_log2, Base::warp, Base::lane, Base::tiles;
-  using Base::full_end, Base::key_warp, Base::query_warp, Base::keys_address, Base::values_address,
+  using Base::memory, Base::shared, Base::scale_log2, Base::warp, Base::lane;
+  using Base::key_warp, Base::query_warp, Base::keys_address, Base::values_address,
       Base::ds_address;
   using Base::p_address, Base::queries_address, Base::dout_address, Base::stats_address,
       Base::load_keys, Base::load;
-  using Base::first_step, Base::is_last, Base::next_step, Base::order_index, Base::read;
+  using Base::has_steps, Base::first_step, Base::is_last, Base::next_step, Base::is_masked;
+  using Base::order_index, Base::read;
   using Base::multiply_paired, Base::units, Base::second_unit, Base::scale, Base::read_ds;
   using Base::first_dq_tile, Base::p_units_begin, Base::ds_units_begin, Base::factors;
   using Base::clean_keys, Base::clean_queries, Base::apply_to_left;
@@ -52,19 +94,30 @@ struct MmaGradients : MmaGradientProducts<Config> {
   using typename Base::Left;
   using typename Base::Units;
 
+  // Whether functions that mask pairs are evaluated before the products of a tile, and not with the
+  // scores. In tiles of lists this takes fewer registers: with head_dim 64 and documents, the kernel
+  // spills 60 instead of 1284 bytes (sm_90).
+  static constexpr bool finds_pairs = Config::block_mask && Config::Mods::masks_pairs;
+  // `SoftmaxBackward` of the scores that a lane holds.
+  using Softmax = SoftmaxBackward<Config, columns / 4, 2 * row_tiles, GradientParams, PairsOnDemand,
+                                  Config::block_mask, finds_pairs>;
+  using VisiblePairs = typename Softmax::VisiblePairs;
+  // A score of -inf masks its pair, too.
+  using VisibleKeys = VisibleKeysOf<Softmax, row_tiles, columns,
+                                    finds_pairs && !Config::Mods::changes_scores>;
+
   float dk_sums[row_tiles][2 * Columns::steps][4];
   float dv_sums[row_tiles][2 * ColumnsV::steps][4];
-  float p_sums[row_tiles][2];  // sums of P, to detect keys whose pairs are all masked
-  int pending_release = -1;    // tile slot of the semaphore still to be released, or -1
+  VisibleKeys visible_keys;
+  int pending_release = -1;  // tile slot of the semaphore still to be released, or -1
 
   using Base::Base;
 
   __device__ void run() {
     clear(dk_sums);
     clear(dv_sums);
-#pragma unroll
-    for (int i = 0; i < row_tiles; ++i) p_sums[i][0] = p_sums[i][1] = 0;
-    if (tiles.begin < tiles.end) process_tiles();
+    visible_keys.clear();
+    if (has_steps()) process_tiles();
     if constexpr (Config::splits_queries) {
       if (!merge_chunks()) return;
     }
@@ -75,7 +128,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
   __device__ void process_tiles() {
     load_keys();
     Step step = first_step();
-    load(0, step);
+    load(0, step.head, step.tile);
     int stage = 0;
     if constexpr (Config::inspects && !has_components) clean_keys();
     while (true) {
@@ -83,15 +136,18 @@ struct MmaGradients : MmaGradientProducts<Config> {
       // Wait until all warps are done with the previous tile: the next load overwrites its stage.
       __syncthreads();
       if constexpr (Config::inspects && !has_components) clean_queries(stage);
-      if (stages > 1 && !is_last(step)) load(1 - stage, next_step(step));
-      process_tile(stage, step.head, step.tile);
+      if (stages > 1 && !is_last(step)) {
+        const Step next = next_step(step);
+        load(1 - stage, next.head, next.tile);
+      }
+      process_tile(stage, step.head, step.tile, order_index(step), is_masked(step));
       if (is_last(step)) break;
       step = next_step(step);
       if (stages > 1) {
         stage = 1 - stage;
       } else {
         __syncthreads();
-        load(0, step);
+        load(0, step.head, step.tile);
       }
     }
     __syncthreads();
@@ -126,11 +182,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
   }
 
-  __device__ void process_tile(int stage, int head, int tile) {
-    // The mask is also needed past the last key. Missing keys are zeros, so their scores are 0, and
-    // their P may be infinite. Infinity times 0 would make dq NaN.
-    const bool is_masked = coord.begin + Bc > sequence.seqlen_k ||
-                           (is_bounded && (tile < tiles.full_begin || tile >= full_end));
+  __device__ void process_tile(int stage, int head, int tile, int order_index, bool is_masked) {
     int current = 0;  // value of the semaphore, in thread 0
     if constexpr (wants_q) {
       if (threadIdx.x == 0) {
@@ -147,11 +199,10 @@ struct MmaGradients : MmaGradientProducts<Config> {
     if constexpr (wants_q) {
       const DqSums<Config> sums(p);
       const int slot = sums.tile_slot(p, sequence, coord.batch, head, tile);
-      const int index = order_index(tile);
-      if (threadIdx.x == 0) semaphore_wait(sums.semaphores + slot, index, current);
+      if (threadIdx.x == 0) semaphore_wait(sums.semaphores + slot, order_index, current);
       __syncthreads();
       add_other_warps(stage);
-      add_dq(stage, head, tile, index);
+      add_dq(stage, head, tile, order_index);
       pending_release = slot;
     } else if constexpr (query_warps > 1) {
       __syncthreads();
@@ -166,6 +217,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
   __device__ void compute_pairs(int stage, int head, int tile, int first, bool is_masked) {
     const unsigned query_rows = queries_address(stage) + first * Layout::row_bytes;
     const unsigned dout_rows = dout_address(stage) + first * LayoutV::row_bytes;
+    const VisiblePairs visible_pairs = find_visible_pairs(head, tile, first, is_masked);
     Scores scores;     // S^T, then P^T
     Scores gradients;  // dP^T, then dS^T
     if constexpr (paired) {
@@ -178,9 +230,9 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
     if (First) release_semaphore();
     if (is_masked) {
-      softmax_backward<true>(scores, gradients, stage, head, tile, first);
+      softmax_backward<true>(scores, gradients, stage, head, tile, first, visible_pairs);
     } else {
-      softmax_backward<false>(scores, gradients, stage, head, tile, first);
+      softmax_backward<false>(scores, gradients, stage, head, tile, first, visible_pairs);
     }
     if constexpr (has_components && wants_v) factors(stage).apply_to_p(scores, first);
     const float ds_second_unit =
@@ -206,23 +258,50 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
   }
 
+  // Return the softmax backward of a head, and the arguments of its functions.
+  __device__ Softmax softmax_of(int head, float scale_log2, VisiblePairs visible_pairs = 0) const {
+    return {p,
+            mask,
+            sequence,
+            coord.batch,
+            head,
+            scale_log2,
+            has_components ? 1 / Units::p_unit : 1,
+            has_components ? Units::p_log2 : 0,
+            {},
+            visible_pairs};
+  }
+  // `first` is the first of the queries whose scores the warp computes, within the tile.
+  __device__ int first_query(int first) const { return first + lane % 4 * 2; }
+  __device__ auto rows_from(int tile, int first) const {
+    const int row = tile * Br + first_query(first);
+    return [=](int r) { return row + r / 2 * 8 + r % 2; };
+  }
+  __device__ int first_key() const { return coord.begin + key_warp() * warp_keys + lane / 4; }
+  __device__ static auto key_step() {
+    return [](int n) { return n / 2 * 16 + n % 2 * 8; };
+  }
+
+  // Returns the visible pairs of a masked tile, if `finds_pairs`.
+  __device__ VisiblePairs find_visible_pairs(int head, int tile, int first, bool is_masked) const {
+    if constexpr (finds_pairs) {
+      if (is_masked) {
+        return softmax_of(head, scale_log2)
+            .find_visible_pairs(rows_from(tile, first), first_key(), key_step());
+      }
+    }
+    return 0;
+  }
+
   template <bool Masked>
   __device__ void softmax_backward(Scores& scores, Scores& gradients, int stage, int head, int tile,
-                                   int first) {
-    const int column = first + lane % 4 * 2;  // column of the lane's first element in the tile
-    const Stats* stats =
-        reinterpret_cast<const Stats*>(memory + (stats_address(stage) - shared)) + column;
+                                   int first, VisiblePairs visible_pairs) {
+    const Stats* stats = reinterpret_cast<const Stats*>(memory + (stats_address(stage) - shared)) +
+                         first_query(first);
     const Units unit = units(stage);
     constexpr bool of_scaled = has_components && !Config::Mods::changes_scores;
-    const SoftmaxBackward<Config, columns / 4, 2 * row_tiles> softmax_backward = {
-        p,
-        mask,
-        sequence,
-        coord.batch,
-        head,
-        of_scaled ? scale_log2 * unit.score : scale_log2,
-        has_components ? 1 / Units::p_unit : 1,
-        has_components ? Units::p_log2 : 0};
+    const Softmax softmax =
+        softmax_of(head, of_scaled ? scale_log2 * unit.score : scale_log2, visible_pairs);
     const auto element = [](auto& values, int r, int n) -> float& {
       return values[n / 2][r / 2][2 * (n % 2) + r % 2];
     };
@@ -230,22 +309,14 @@ struct MmaGradients : MmaGradientProducts<Config> {
       scale(scores, gradients, unit);
       mask_infinite_keys(scores);
     }
-    softmax_backward.template run<Masked>(
-        [&](int r) { return tile * Br + column + r / 2 * 8 + r % 2; },
-        coord.begin + key_warp() * warp_keys + lane / 4,
+    softmax.template run<Masked>(
+        rows_from(tile, first), first_key(),
         [&](int r) { return unit.scale(stats[r / 2 * 8 + r % 2]); },
         [&](int r, int n) -> float& { return element(scores, r, n); },
         [&](int r, int n) -> float& { return element(gradients, r, n); },
-        [](int n) { return n / 2 * 16 + n % 2 * 8; });
+        key_step());
     if constexpr (Config::Mods::masks_pairs) {
-#pragma unroll
-      for (int i = 0; i < row_tiles; ++i) {
-#pragma unroll
-        for (int j = 0; j < columns / 8; ++j) {
-#pragma unroll
-          for (int c = 0; c < 4; ++c) p_sums[i][c / 2] += scores[i][j][c];
-        }
-      }
+      visible_keys.template record<Masked>(scores, visible_pairs);
     }
   }
 
@@ -370,8 +441,9 @@ struct MmaGradients : MmaGradientProducts<Config> {
     return is_visible;
   }
 
-  // If modifications mask pairs, combines `p_sums` of the warps that have the same keys into flags.
-  __device__ void combine_p_sums() {
+  // If modifications mask pairs, combines `visible_keys` of the warps that have the same keys into
+  // flags.
+  __device__ void combine_visible_keys() {
     int* flags = reinterpret_cast<int*>(memory + stages_offset);
     static_assert(stages * stage_bytes >= Bc * int(sizeof(int)), "the stages hold a flag per key");
     for (int i = threadIdx.x; i < Bc; i += threads) flags[i] = 0;
@@ -380,7 +452,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (p_sums[i][half] != 0) {
+        if (visible_keys.include(i, half)) {
           flags[key_warp() * warp_keys + 16 * i + 8 * half + lane / 4] = 1;
         }
       }
@@ -390,7 +462,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
 
   __device__ void finish() {
     const float scale = signed_scale<Config, float>(p);
-    if constexpr (Config::Mods::masks_pairs) combine_p_sums();
+    if constexpr (Config::Mods::masks_pairs) combine_visible_keys();
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
@@ -459,8 +531,9 @@ template <class Config>
 __device__ void mma_gradients(const GradientParams& p) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   // With a causal mask, the first KV tiles have the most query tiles, so their CTAs start first.
+  // In the dq order of lists, the last KV tiles are first (backward/listed_tiles.cuh).
   const GradientTileCoord coord =
-      gradient_tile_coord<Config, Config::Bc, true, false>(p, blockIdx.x);
+      gradient_tile_coord<Config, Config::Bc, true, Config::block_mask>(p, blockIdx.x);
   const Sequence sequence = sequence_of<Config>(p, coord.batch);
   if (coord.begin >= sequence.seqlen_k) return;
   MmaGradients<Config>(p, coord, sequence, shared_memory).run();

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "backward/params.cuh"
-#include "block_mask/query_tile_lists.cuh"
 #include "score/mask.cuh"
 #include "score/modify.cuh"
 
@@ -21,24 +20,37 @@ struct PairsOnDemand {
   __device__ LoadOnDemand operator()(int) const { return {}; }
 };
 
+// Integer with one bit per pair: of 32 bits or, if `IsLong`, of 64.
+template <bool IsLong>
+struct PairBits {
+  using type = unsigned;
+};
+template <>
+struct PairBits<true> {
+  using type = unsigned long long;
+};
+
 // Softmax backward of the pairs of `Queries` rows and `Keys` keys that a thread holds.
 // `score(r, n)` is the score of query `row_of(r)` and key `first_key + step(n)`, where `step(n)` is
 // constant and grows with n. `stats(r)` returns the row statistics of query `row_of(r)`, and
 // `pairs(r)` has its bias (see `ModifiedRows`).
 // With `Listed`, unmasked tiles have no pair that functions mask; otherwise, "masked" refers to
-// positions only. With `Stored`, `visible_pairs` has the visible pairs of a masked tile, in the
-// order of `TransposedPairs`, and neither functions nor positions are evaluated for them.
+// positions only. With `HasVisiblePairs`, `visible_pairs` has the visible pairs of a masked tile,
+// one bit each, and neither functions nor positions are evaluated for them. The bits come from a
+// block mask or from `find_visible_pairs()`.
 // `AnyParams` is a template parameter because only translation units with modifications have
 // `p.mods`.
 template <class Config, int Queries, int Keys, class AnyParams = GradientParams,
-          class Pairs = PairsOnDemand, bool Listed = false, bool Stored = false>
+          class Pairs = PairsOnDemand, bool Listed = false, bool HasVisiblePairs = false>
 struct SoftmaxBackward {
   using T = Accumulator<typename Config::Element>;
   using Mods = typename Config::Mods;
   using Math = SoftmaxMath<T>;
+  using VisiblePairs = typename PairBits<(Queries * Keys > 32)>::type;
   // Whether functions are evaluated for tiles that are, or are not, masked.
   template <bool Masked>
-  static constexpr bool masks_pairs = Mods::masks_pairs && !Stored && (Masked || !Listed);
+  static constexpr bool masks_pairs =
+      Mods::masks_pairs && !HasVisiblePairs && (Masked || !Listed);
   template <bool Masked>
   static constexpr bool is_modified = Mods::changes_scores || masks_pairs<Masked>;
 
@@ -51,7 +63,40 @@ struct SoftmaxBackward {
   T one = 1;       // number that represents P = 1; not 1 if P is scaled
   T log2_one = 0;  // log2 of `one`; `stats(r).lse_log2` is reduced by it
   Pairs pairs = {};
-  unsigned visible_pairs = 0;
+  VisiblePairs visible_pairs = 0;
+
+  // Returns the bit of a pair in `visible_pairs`. If there are two keys, the order of the bits is
+  // that of `TransposedPairs`.
+  __device__ static int bit(int r, int n) { return r / 2 * (2 * Keys) + 2 * n + r % 2; }
+
+  // Returns whether the n-th key has a visible pair.
+  __device__ static bool has_visible_pair(VisiblePairs pairs, int n) {
+    VisiblePairs of_key = 0;
+#pragma unroll
+    for (int r = 0; r < Queries; ++r) of_key |= VisiblePairs(1) << bit(r, n);
+    return (pairs & of_key) != 0;
+  }
+
+  // Returns the visible pairs of a masked tile. Callers evaluate the mask before the products of a
+  // tile, whose accumulators would leave too few registers for it.
+  template <class RowOf, class Step>
+  __device__ VisiblePairs find_visible_pairs(RowOf row_of, int first_key, Step step) const {
+    VisiblePairs found = 0;
+#pragma unroll
+    for (int r = 0; r < Queries; ++r) {
+      const int row = row_of(r);
+      const VisibleRange visible = visible_range(row, first_key);
+      const auto mod = mod_row(row, T(0));
+      const auto keys = Mods::keys(p.mods, mod, first_key);
+#pragma unroll
+      for (int n = 0; n < Keys; ++n) {
+        const bool is_visible =
+            visible.include(step(n)) && Mods::is_visible(p.mods, mod, keys, step(n));
+        found |= VisiblePairs(is_visible) << bit(r, n);
+      }
+    }
+    return found;
+  }
 
   // Replaces `score(r, n)`, which is S, by P, and `gradient(r, n)`, which is dP, by dS. `Masked`
   // says that pairs may be masked by position or lie past the last row. If `OfScaled`, dS is the
@@ -159,10 +204,10 @@ struct SoftmaxBackward {
     return visible;
   }
 
-  // Returns whether a pair is visible by position or, if `Stored`, is visible.
+  // Returns whether a pair is visible by position or, if `HasVisiblePairs`, is visible.
   template <class Step>
   __device__ bool is_visible_pair(const VisibleRange& visible, int r, int n, Step step) const {
-    if constexpr (Stored) return visible_pairs >> TransposedPairs::bit(r, n) & 1;
+    if constexpr (HasVisiblePairs) return visible_pairs >> bit(r, n) & 1;
     return visible.include(step(n));
   }
 
@@ -209,7 +254,7 @@ struct SoftmaxBackward {
       const int row = row_of(r);
       const T lse_log2 = stats(r).lse_log2;
       VisibleRange visible = {};
-      if constexpr (Masked && !Stored) visible = visible_range(row, first_key);
+      if constexpr (Masked && !HasVisiblePairs) visible = visible_range(row, first_key);
       const bool has_one_key = Masked && checks_positions && count(row) == 1;
       if constexpr (is_modified<Masked>) {
         const auto mod = mod_row(row, lse_log2);

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
 import pytest
+from support.problems import with_mask
 
 from cupy_flash.families import FAMILIES
 from cupy_flash.families.hopper import HopperBackwardFamily, HopperBackwardTile
@@ -18,7 +18,6 @@ from cupy_flash.problem.backward import with_gradient
 from cupy_flash.problem.device import device_for_arch
 from cupy_flash.problem.gradient import GradientSpec
 from cupy_flash.problem.problem import Problem, make_problem
-from cupy_flash.problem.score import ScoreSpec
 
 hopper = HopperBackwardFamily()
 h100 = device_for_arch("sm_90")
@@ -427,44 +426,33 @@ def test_the_last_section_of_a_causal_mask_has_two_thread_blocks_per_sm(
     assert params["ascending_blocks"] == blocks
 
 
-def masked(of: Problem, varies: tuple[bool, bool] = (False, False), **changed: bool) -> Problem:
-    """Return the problem with a mask function that differs between batches, or heads."""
-    score = ScoreSpec(
-        *(None, None, False, False, False, False, False, True, "", np.dtype([])),
-        block_mask_suffices=True,
-        mask_varies=varies,
-        conceals=True,
-    )
-    return dataclasses.replace(of, score=dataclasses.replace(score, **changed))
-
-
 def lists_of(of: Problem, **tile: int) -> tuple[int, bool] | None:
     return hopper.query_tile_lists(of, dataclasses.replace(hopper.default_tile(of, h100), **tile))
 
 
 def test_a_mask_function_has_lists_and_stored_pairs() -> None:
     assert lists_of(problem()) is None
-    assert lists_of(masked(problem(heads_kv=4))) == (4, True)
-    assert lists_of(masked(problem(64, heads_kv=4), (True, False))) == (4, True)
-    assert lists_of(masked(problem(256), (True, True))) == (1, True)
+    assert lists_of(with_mask(problem(heads_kv=4))) == (4, True)
+    assert lists_of(with_mask(problem(64, heads_kv=4), (True, False))) == (4, True)
+    assert lists_of(with_mask(problem(256), (True, True))) == (1, True)
 
 
 def test_pairs_are_not_stored_if_heads_of_a_list_differ_or_there_are_too_many() -> None:
-    assert lists_of(masked(problem(heads_kv=4), (False, True))) == (4, False)
-    assert lists_of(masked(problem(), prefix=True)) == (1, False)
-    assert lists_of(masked(problem(64)), columns=32) == (1, False)
-    assert lists_of(masked(problem(seqlen=32768))) == (1, True)
-    assert lists_of(masked(problem(seqlen=32768), (True, False))) == (1, False)
+    assert lists_of(with_mask(problem(heads_kv=4), (False, True))) == (4, False)
+    assert lists_of(with_mask(problem(), prefix=True)) == (1, False)
+    assert lists_of(with_mask(problem(64)), columns=32) == (1, False)
+    assert lists_of(with_mask(problem(seqlen=32768))) == (1, True)
+    assert lists_of(with_mask(problem(seqlen=32768), (True, False))) == (1, False)
 
 
 def test_very_long_sequences_have_no_lists() -> None:
-    assert lists_of(masked(problem(seqlen=2**19, batch=1))) == (1, False)
-    assert lists_of(masked(problem(seqlen=2**20, batch=1))) is None
+    assert lists_of(with_mask(problem(seqlen=2**19, batch=1))) == (1, False)
+    assert lists_of(with_mask(problem(seqlen=2**20, batch=1))) is None
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_stored_pairs_and_steps_take_shared_memory(head_dim: int) -> None:
-    plain, of_mask = problem(head_dim), masked(problem(head_dim))
+    plain, of_mask = problem(head_dim), with_mask(problem(head_dim))
     tile = hopper.default_tile(of_mask, h100)
     more = hopper.shared_memory(of_mask, tile) - hopper.shared_memory(plain, tile)
     stages = tile.q_stages
@@ -475,18 +463,18 @@ def test_stored_pairs_and_steps_take_shared_memory(head_dim: int) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_lists_have_neither_descending_thread_blocks_nor_chunks(head_dim: int) -> None:
-    of = masked(problem(head_dim, batch=1, causal=True, seqlen=8192, heads=32, heads_kv=2))
+    of = with_mask(problem(head_dim, batch=1, causal=True, seqlen=8192, heads=32, heads_kv=2))
     schedule = schedule_of(of)
     config = hopper.config(of, hopper.default_tile(of, h100), schedule.split)
     (blocks,) = (x.grid[0] for x in schedule.launches if x.entry == "key_gradients")
     assert not config["may_descend"]
     assert schedule.params["ascending_blocks"] == blocks
     assert (schedule.params["head_chunks"], schedule.params["tile_chunks"]) == (1, 1)
-    too_long = masked(problem(head_dim, batch=1, causal=True, seqlen=2**20))
+    too_long = with_mask(problem(head_dim, batch=1, causal=True, seqlen=2**20))
     tile = hopper.default_tile(too_long, h100)
     assert hopper.config(too_long, tile, schedule_of(too_long).split)["may_descend"]
 
 
 def test_more_heads_with_lists_are_interleaved() -> None:
     of = problem(seqlen=8192)
-    assert schedule_of(masked(of)).section_heads > 3 * schedule_of(of).section_heads
+    assert schedule_of(with_mask(of)).section_heads > 3 * schedule_of(of).section_heads

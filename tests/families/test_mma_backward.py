@@ -6,9 +6,11 @@ import dataclasses
 
 import numpy as np
 import pytest
+from support.problems import with_mask
 
+from cupy_flash.families.contract import QueryTileLists
 from cupy_flash.families.mma.backward import PRESWIZZLED_TILES, MmaBackwardFamily, MmaBackwardTile
-from cupy_flash.families.schedule import KEY_GRADIENTS, QUERY_GRADIENTS, ROW_TERMS
+from cupy_flash.families.schedule import KEY_GRADIENTS, QUERY_GRADIENTS, ROW_TERMS, Schedule
 from cupy_flash.problem.arrays import ArraySpec
 from cupy_flash.problem.backward import with_gradient
 from cupy_flash.problem.device import ARCHITECTURES, device_for_arch
@@ -184,3 +186,58 @@ def test_sections_are_of_one_size_and_larger_where_blocks_have_fewer_steps() -> 
 
     # 9 heads of 16 blocks each fill 132 SMs, but 64 heads are 7 sections of 9, and one more.
     assert (section(causal=False), section(causal=True)) == (8, 16)
+
+
+def lists_of(of: Problem, tile: MmaBackwardTile = TILE) -> QueryTileLists | None:
+    return mma.query_tile_lists(of, tile)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_mask_function_has_lists_without_stored_pairs(dtype: str) -> None:
+    assert lists_of(problem(dtype)) is None
+    assert lists_of(with_mask(problem(dtype))) == QueryTileLists(2, stores_pairs=False)
+    assert lists_of(with_mask(problem(dtype), block_mask_suffices=False)) is None
+    config = mma.config(of := with_mask(problem(dtype)), TILE, schedule_of(of).split)
+    assert not config["may_descend"]
+
+
+def test_a_call_without_queries_has_no_lists() -> None:
+    assert lists_of(with_mask(problem(seqlen_q=0))) is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "varies", "tile", "has_lists"),
+    [
+        # An entry has 16 bits for the query tile and 13 bits for the KV tiles.
+        ({"seqlen_q": 32 * (2**16 - 1)}, (False, False), {}, True),
+        ({"seqlen_q": 32 * 2**16}, (False, False), {}, False),
+        ({"seqlen_k": 128 * (2**13 - 1)}, (False, False), {}, True),
+        ({"seqlen_k": 128 * 2**13}, (False, False), {}, False),
+        # The 8 lists of 65536 queries and keys take 34 MB, or 537 MB with small tiles.
+        ({"seqlen_q": 2**16, "seqlen_k": 2**16}, (True, True), {}, True),
+        ({"seqlen_q": 2**16, "seqlen_k": 2**16}, (True, True), {"Bc": 16, "key_warps": 1}, False),
+    ],
+)
+def test_the_tile_determines_whether_long_sequences_have_lists(
+    sizes: dict[str, int], varies: tuple[bool, bool], tile: dict[str, int], has_lists: bool
+) -> None:
+    of = with_mask(problem("bfloat16", **sizes), varies)
+    found = lists_of(of, dataclasses.replace(TILE, **tile))
+    assert found == (QueryTileLists(2, stores_pairs=False) if has_lists else None)
+    assert mma.uses_block_mask(of, dataclasses.replace(TILE, **tile)) == has_lists
+
+
+def test_thread_blocks_with_lists_do_not_divide_queries() -> None:
+    of = problem("bfloat16", 128, batch=1, heads_kv=1, seqlen_q=8192, seqlen_k=8192)
+    assert schedule_of(of).params["head_chunks"] > 1
+    params = schedule_of(with_mask(of)).params
+    assert (params["head_chunks"], params["tile_chunks"]) == (1, 1)
+
+
+def test_more_heads_with_lists_are_interleaved() -> None:
+    of = problem("bfloat16", 128, batch=8, heads_q=16, heads_kv=16, seqlen_q=8192, seqlen_k=8192)
+    assert schedule_of(with_mask(of)).section_heads > schedule_of(of).section_heads
+
+
+def schedule_of(of: Problem) -> Schedule:
+    return mma.schedule(of, h200, mma.default_tile(of, h200))

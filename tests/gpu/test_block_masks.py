@@ -126,6 +126,17 @@ def test_a_list_counts_key_blocks_of_all_words(hosts) -> None:
     assert spec.words == 3
 
 
+@pytest.mark.parametrize("name", ["window", "documents", "both"])
+def test_lists_have_the_tiles_of_the_mma_family(name, hosts, rng) -> None:
+    for Br, Bc in ((16, 16), (32, 128), (128, 64), (64, 32)):
+        spec = random_spec(rng, (BATCH, HEADS, 200), (Br,), (Bc,), 100, 150)
+        lists = QueryTileLists(int(rng.choice([1, HEADS])), stores_pairs=False)
+        spec = spec._replace(Br=Br, parts=1, lists=lists)
+        print(spec)
+        maps = spec.maps(mask_text(MASKS[name], "float32"))
+        check_lists(hosts[name].build(spec), MASKS[name], spec, maps)
+
+
 def test_kernels_read_of_a_block_mask_what_was_written_to_it(hosts, rng) -> None:
     batches, heads, tiles, blocks = 2, 3, 4, 75
     bits = rng.random((2, batches, heads, tiles, 2, 96)) < rng.choice([0.02, 0.5])

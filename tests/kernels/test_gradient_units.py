@@ -61,7 +61,7 @@ UNITS: list[tuple[str, str, str, int, int, dict[str, Any]]] = [
     ("hopper", "sm_90", "bfloat16", 96, 40, {"seqlens_k": LENGTHS}),
     ("hopper", "sm_90", "bfloat16", 192, 220, {"seqlens_k": LENGTHS}),
     ("hopper", "sm_90", "bfloat16", 128, 256, PREFIX),
-    ("mma", "sm_80", "bfloat16", 64, 72, PREFIX),
+    ("mma", "sm_80", "bfloat16", 64, 88, PREFIX),
     ("simt", "sm_75", "float32", 64, 0, PREFIX),
     ("hopper", "sm_90", "bfloat16", 128, 256, OFFSETS),
     ("mma", "sm_80", "bfloat16", 64, 72, OFFSETS),
@@ -73,6 +73,13 @@ UNITS: list[tuple[str, str, str, int, int, dict[str, Any]]] = [
     ("hopper", "sm_90", "bfloat16", 256, 32, {"mask_mod": DOCUMENTS}),
     ("hopper", "sm_90", "bfloat16", 128, 124, {"mask_mod": BY_HEAD}),
     ("hopper", "sm_90", "bfloat16", 128, 92, {"mask_mod": DOCUMENTS, "softcap": 20.0}),
+    ("mma", "sm_80", "bfloat16", 64, 56, {"mask_mod": DOCUMENTS, "causal": True}),
+    ("mma", "sm_89", "float16", 64, 40, {"mask_mod": DOCUMENTS}),
+    ("mma", "sm_90", "bfloat16", 128, 8, {"mask_mod": BY_HEAD}),
+    ("mma", "sm_90", "bfloat16", 128, 16, {"mask_mod": DOCUMENTS, "softcap": 20.0}),
+    ("mma", "sm_80", "bfloat16", 256, 0, {"mask_mod": DOCUMENTS}),
+    ("mma", "sm_90", "bfloat16", 512, 0, {"mask_mod": DOCUMENTS}),
+    ("mma", "sm_90", "float32", 64, 100, {"mask_mod": DOCUMENTS, "causal": True}),
     ("mma", "sm_86", "float16", 64, 0, {"wrt": ("q", "bias"), "bias": BIAS}),
     *(
         ("hopper", "sm_90", dtype, head_dim, spilled, {"wrt": ("bias",), "bias": bias} | options)

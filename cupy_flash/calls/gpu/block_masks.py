@@ -87,7 +87,7 @@ def block_mask_spec(plan: Plan) -> BlockMaskSpec | None:
     """Return the sizes and bounds of the block mask of a plan; None if its kernels read none."""
     problem, score = plan.problem, plan.problem.score
     family = FAMILIES[problem.direction].get(plan.family)
-    if score is None or family is None or not family.uses_block_mask(problem):
+    if score is None or family is None or not family.uses_block_mask(problem, plan.tile):
         return None
     return BlockMaskSpec(
         plan.tile.Br,

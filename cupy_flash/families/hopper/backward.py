@@ -13,7 +13,6 @@ from cupy_flash.families.contract import (
     Family,
     QueryTileLists,
     ceil_div,
-    may_have_block_mask,
     remembers_last,
     round_up,
     tile_members,
@@ -67,11 +66,9 @@ _STEP_BYTES = 8
 _PAIR_STAGES = 2
 # Fields of a tile that are members of `Config`.
 _TILE_MEMBERS = "Br Bc columns q_stages dout_stages exchange_stages buffers_dq pair"
-# Largest number of bytes of the lists of query tiles in a block mask, and of the visible pairs of
-# their entries. The pairs of 32768 queries and keys take 134 MB if sequences and heads share them.
-_LIST_BYTES = _PAIR_BYTES = 150_000_000
-# Bounds of the query tiles and of the KV tiles that an entry of a list can describe.
-_MAX_QUERY_TILES, _MAX_KV_TILES = 2**16, 2**13
+# Largest number of bytes of the visible pairs of all entries in the lists of a block mask. Those of
+# 32768 queries and keys take 134 MB if sequences and heads share them.
+_PAIR_BYTES = 150_000_000
 # Number of threads of the kernel that converts the dq accumulator to dq.
 _SUM_THREADS = 256
 
@@ -119,16 +116,17 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
     serves_sequences = True
     reads_block_masks = True
 
-    def uses_block_mask(self, problem: Problem) -> bool:
-        """Return whether the kernels read a block mask of the problem."""
+    def uses_block_mask(self, problem: Problem, tile: HopperBackwardTile) -> bool:
+        """Return whether the kernels of a tile read a block mask of the problem."""
         return _reads_lists(problem)
 
     def query_tile_lists(self, problem: Problem, tile: HopperBackwardTile) -> QueryTileLists | None:
         """Return the lists of query tiles that a block mask has for the kernels, or None."""
         if not _reads_lists(problem):
             return None
-        group = problem.heads_q // problem.heads_kv
-        return QueryTileLists(group, self._stores_pairs(problem, tile))
+        return backward_common.query_tile_lists(
+            problem, stores_pairs=self._stores_pairs(problem, tile)
+        )
 
     def _stores_pairs(self, problem: Problem, tile: HopperBackwardTile) -> bool:
         """Return whether the block mask stores the visible pairs of partial tiles.
@@ -139,8 +137,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         score = problem.score
         if score is None or tile.columns != WARPGROUP_ROWS or not _reads_lists(problem):
             return False
-        entries = _lists(problem) * ceil_div(problem.seqlen_q, tile.Br)
-        entries *= ceil_div(problem.seqlen_k, tile.Bc)
+        entries = backward_common.list_entries(problem, tile.Br, tile.Bc)
         size = entries * tile.Br * tile.Bc // 8
         shares = problem.heads_q == problem.heads_kv or not score.mask_varies[1]
         return shares and not score.prefix and size <= _PAIR_BYTES
@@ -344,26 +341,13 @@ def _cluster(problem: Problem, tile: HopperBackwardTile) -> int:
     return tile.pair * cta_ranks(problem)
 
 
-def _max_tiles(problem: Problem) -> tuple[int, int]:
-    """Return the number of query tiles of the smallest Br, and the number of KV tiles."""
-    keys = WARPGROUP_ROWS if _is_wide(problem) else 2 * WARPGROUP_ROWS
-    return ceil_div(problem.seqlen_q, WARPGROUP_ROWS), ceil_div(problem.seqlen_k, keys)
-
-
 def _reads_lists(problem: Problem) -> bool:
-    """Return whether thread blocks read their query tiles from lists in a block mask."""
-    if not may_have_block_mask(problem):
-        return False
-    query_tiles, kv_tiles = _max_tiles(problem)
-    size = _lists(problem) * kv_tiles * query_tiles * 4
-    return query_tiles < _MAX_QUERY_TILES and kv_tiles < _MAX_KV_TILES and size <= _LIST_BYTES
+    """Return whether thread blocks read their query tiles from lists in a block mask.
 
-
-def _lists(problem: Problem) -> int:
-    """Return the number of sequences and KV heads whose lists of query tiles may differ."""
-    assert problem.score is not None
-    of_batch, of_head = problem.score.mask_varies
-    return (problem.batch if of_batch else 1) * (problem.heads_kv if of_head else 1)
+    The answer is the same for all tiles, and is that of the smallest ones.
+    """
+    keys = WARPGROUP_ROWS if _is_wide(problem) else 2 * WARPGROUP_ROWS
+    return backward_common.reads_lists(problem, WARPGROUP_ROWS, keys)
 
 
 def _last_writes(problem: Problem) -> bool:
@@ -493,11 +477,9 @@ def _section(problem: Problem, device: Device, chunks: QueryChunks) -> int:
 
     q, dout and the dq accumulator of these heads should fit in a third of L2, because adding to
     memory outside of L2 takes twice the time: 470 TFLOP/s with 1 head, 334 with 32 heads (H200,
-    head_dim 64, causal, seqlen 8192). With lists of query tiles, thread blocks that run together
-    are assumed to visit a quarter of a head's rows: with more heads, thread blocks of the same head
-    start further apart, and wait less.
+    head_dim 64, causal, seqlen 8192).
     """
-    rows = ceil_div(problem.seqlen_q, 4) if _reads_lists(problem) else problem.seqlen_q
+    rows = backward_common.visited_rows(problem, has_lists=_reads_lists(problem))
     group = problem.heads_q // problem.heads_kv
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.itemsize + 4 * problem.head_dim
     in_l2 = device.l2_cache // 3 // max(1, group // chunks.heads * rows * row_bytes)

@@ -191,7 +191,7 @@ class HopperFamily(Family[HopperTile]):
 
     def tile_note(self, problem: Problem, tile: HopperTile) -> str:
         block = problem.score.block if problem.score is not None else None
-        if block is None or not self.uses_block_mask(problem):
+        if block is None or not self.uses_block_mask(problem, tile):
             return ""
         checked, rows = "so the mask is evaluated for each pair at their edges", WARPGROUP_ROWS
         if block[0] % rows or block[1] % tile.Bc:
@@ -277,7 +277,7 @@ class HopperFamily(Family[HopperTile]):
         # With a block mask, query tiles are ordered by their work, and interleaving more heads
         # balances it better. A bias without a head axis stays in L2 while heads read the same rows.
         shares_bias = scores.streams_bias(problem) and not scores.bias_strides(problem)[2]
-        if self.uses_block_mask(problem) or shares_bias:
+        if self.uses_block_mask(problem, tile) or shares_bias:
             return min(problem.batch * problem.heads_q, _MAX_HEADS)
         blocks = device.sm_count // cta_ranks(problem)
         return persistent.section_heads(problem, blocks=blocks, Br=tile.Br, Bc=tile.Bc)

@@ -13,6 +13,7 @@ from cupy_flash.families.contract import (
     MAX_GRID,
     MAX_REGISTERS,
     Family,
+    QueryTileLists,
     ceil_div,
     round_up,
     tile_members,
@@ -95,6 +96,17 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
     source = "backward/mma.cu"
     tile_type = MmaBackwardTile
     serves_sequences = True
+    reads_block_masks = True
+
+    def uses_block_mask(self, problem: Problem, tile: MmaBackwardTile) -> bool:
+        """Return whether the kernels of a tile read a block mask of the problem."""
+        return backward_common.reads_lists(problem, tile.Br, tile.Bc)
+
+    def query_tile_lists(self, problem: Problem, tile: MmaBackwardTile) -> QueryTileLists | None:
+        """Return the lists of query tiles that a block mask has for the kernels, or None."""
+        if not self.uses_block_mask(problem, tile):
+            return None
+        return backward_common.query_tile_lists(problem)
 
     def _why_not(self, problem: Problem, device: Device) -> str | None:
         if device.arch < 80:
@@ -205,7 +217,7 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
             )
         sums = self._sums(problem, tile)
         schedule = backward_common.schedule(
-            problem, device, launches, sums, _section(problem, device, tile, slots)
+            problem, device, launches, sums, self._section(problem, device, tile, slots)
         )
         preswizzled = _preswizzled_bytes(problem, tile, sums) if _uses_components(problem) else 0
         schedule = dataclasses.replace(schedule, workspace=schedule.workspace + preswizzled)
@@ -215,6 +227,28 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
     def _sums(self, problem: Problem, tile: MmaBackwardTile) -> QuerySums:
         gradient = problem.gradient_spec
         return QuerySums(tile.Br, _padded_dims(problem, tile)[0] if gradient.wants("q") else 0)
+
+    def _section(self, problem: Problem, device: Device, tile: MmaBackwardTile, slots: int) -> int:
+        """Return the number of query heads whose tiles are interleaved.
+
+        q, dout and the dq accumulator of these heads should fit in half of L2. But with too few
+        heads, the KV tiles of a head would wait for each other when the kernel begins.
+        """
+        has_lists = self.uses_block_mask(problem, tile)
+        rows = backward_common.visited_rows(problem, has_lists=has_lists)
+        group = problem.heads_q // problem.heads_kv
+        row_bytes = (
+            problem.head_dim + problem.head_dim_v
+        ) * problem.itemsize + 4 * problem.head_dim
+        in_l2 = device.l2_cache // 2 // max(1, group * rows * row_bytes)
+        steps = group * ceil_div(rows, tile.Br)
+        at_once = min(_MAX_CONCURRENT, max(1, steps // _STEPS_PER_TILE))
+        if problem.causal:
+            at_once = max(1, at_once // 2)
+        groups = max(1, problem.batch * problem.heads_kv)
+        section = max(1, min(max(in_l2, ceil_div(slots, at_once)), groups))
+        # Sections have nearly equal sizes: a last one of few heads would leave most SMs idle.
+        return group * ceil_div(groups, ceil_div(groups, section))
 
     def config(
         self, problem: Problem, tile: MmaBackwardTile, split: Split
@@ -310,25 +344,6 @@ def _preswizzled_bytes(problem: Problem, tile: MmaBackwardTile, sums: QuerySums)
     query_tile_bytes = tile.Br * (row_bytes + _ROW_STATS_BYTES) + _SCALES_BYTES
     kv_tile_bytes = tile.Bc * row_bytes + _SCALES_BYTES
     return sums.tile_slots(problem) * query_tile_bytes + keys * kv_tile_bytes
-
-
-def _section(problem: Problem, device: Device, tile: MmaBackwardTile, slots: int) -> int:
-    """Return the number of query heads whose tiles are interleaved.
-
-    q, dout and the dq accumulator of these heads should fit in half of L2. But with too few heads,
-    the KV tiles of a head would wait for each other when the kernel begins.
-    """
-    group = problem.heads_q // problem.heads_kv
-    row_bytes = (problem.head_dim + problem.head_dim_v) * problem.itemsize + 4 * problem.head_dim
-    in_l2 = device.l2_cache // 2 // max(1, group * problem.seqlen_q * row_bytes)
-    steps = group * ceil_div(problem.seqlen_q, tile.Br)
-    at_once = min(_MAX_CONCURRENT, max(1, steps // _STEPS_PER_TILE))
-    if problem.causal:
-        at_once = max(1, at_once // 2)
-    groups = max(1, problem.batch * problem.heads_kv)
-    section = max(1, min(max(in_l2, ceil_div(slots, at_once)), groups))
-    # Sections have nearly equal sizes: a last one of few heads would leave most SMs idle.
-    return group * ceil_div(groups, ceil_div(groups, section))
 
 
 def _preferred_tiles(problem: Problem) -> tuple[MmaBackwardTile, ...]:

@@ -5,6 +5,7 @@
 #include "backward/preprocess/clean.cuh"
 #include "backward/preprocess/preswizzle.cuh"
 #include "backward/mma/operands.cuh"
+#include "backward/listed_tiles.cuh"
 #include "backward/params.cuh"
 #include "backward/preprocess/float32_fp16x2.cuh"
 #include "backward/preprocess/preprocess.cuh"
@@ -153,13 +154,14 @@ struct MmaGradientCta {
   __device__ int key_warp() const { return warp / query_warps; }
   __device__ int query_warp() const { return warp % query_warps; }
 
-  // ---- Sequence of query tiles.
+  // ---- Sequence of query tiles. With `Config::block_mask`, `ListedCta` replaces these functions.
 
   // A step processes one query tile of one head.
   struct Step {
     int head;
     int tile;
   };
+  __device__ bool has_steps() const { return tiles.begin < tiles.end; }
   __device__ Step first_step() const {
     return {first_head_of_chunk<Config>(p, coord), tiles.end - 1};
   }
@@ -172,9 +174,18 @@ struct MmaGradientCta {
     return {step.head + 1, tiles.end - 1};
   }
 
-  // Returns the CTA's index in the dq order of a query tile, which starts at its first visible key.
-  __device__ int order_index(int tile) const {
-    return coord.begin / Bc - (Config::window_left ? mask.visible_begin(tile * Br) / Bc : 0);
+  // Returns the CTA's index in the dq order of a step's query tile, which starts at the first key
+  // that the query tile attends to.
+  __device__ int order_index(const Step& step) const {
+    return coord.begin / Bc - (Config::window_left ? mask.visible_begin(step.tile * Br) / Bc : 0);
+  }
+
+  // Returns whether a step needs the mask. The mask is also needed past the last key. Missing keys
+  // are zeros, so their scores are 0, and their P may be infinite. Infinity times 0 would make dq
+  // NaN.
+  __device__ bool is_masked(const Step& step) const {
+    return coord.begin + Bc > sequence.seqlen_k ||
+           (is_bounded && (step.tile < tiles.full_begin || step.tile >= full_end));
   }
 
   // ---- Addresses.
@@ -266,13 +277,13 @@ struct MmaGradientCta {
     __syncthreads();
   }
 
-  __device__ void load(int stage, const Step& step) {
+  __device__ void load(int stage, int head, int tile) {
     if constexpr (has_components) {
       start_tile<typename Preswizzled::QueryTile>(
           queries_address(stage),
-          Preswizzled::query_tile_address(p, sequence, coord.batch, step.head, step.tile));
+          Preswizzled::query_tile_address(p, sequence, coord.batch, head, tile));
     } else {
-      load_queries(stage, step.head, step.tile * Br);
+      load_queries(stage, head, tile * Br);
     }
     ptx::cp_async_commit_group();
   }
@@ -293,5 +304,8 @@ struct MmaGradientCta {
     }
   }
 };
+
+template <class Config>
+using MmaCta = typename CtaWithSteps<Config, MmaGradientCta<Config>>::type;
 
 #endif  // __CUDA_ARCH__ >= 800

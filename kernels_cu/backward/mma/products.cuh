@@ -11,8 +11,8 @@
 #if __CUDA_ARCH__ >= 800
 
 template <class Config>
-struct MmaGradientProducts : MmaGradientCta<Config> {
-  using Base = MmaGradientCta<Config>;
+struct MmaGradientProducts : MmaCta<Config> {
+  using Base = MmaCta<Config>;
   using Base::components, Base::has_components, Base::wants_ds, Base::Br, Base::warp_keys,
       Base::row_tiles, Base::columns, Base::shares_operands;
   using Base::steps, Base::dq_column_warps, Base::dq_row_tiles, Base::dim, Base::dim_v;

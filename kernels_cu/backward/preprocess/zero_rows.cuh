@@ -43,7 +43,7 @@ struct UnwrittenRows {
     }
   }
 
-  // Zeroes the query tiles that are in no list of the block mask (hopper/listed_tiles.cuh). Each
+  // Zeroes the query tiles that are in no list of the block mask (listed_tiles.cuh). Each
   // warp tests one tile of one head. The main kernel may write a zeroed tile again, because query
   // heads share lists.
   template <class AnyParams>

@@ -1,4 +1,4 @@
-"""Gradients with mask functions on Hopper, whose kernels skip the tiles that the mask hides."""
+"""Gradients with mask functions of the families that skip the tiles that the mask hides."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 from support.calls.modified_calls import DTYPES, MASK_MODS, ModifiedCall
 from support.gpu import cupy
-from support.gpu.hopper_support import marks
+from support.gpu.gpu_support import Case
 from support.gradients.gradient_calls import GradientCall
 from support.gradients.gradient_rule import check_gradients
 
 import cupy_flash
 from cupy_flash import MaskMod
 from cupy_flash.calls.gpu import prepared_calls
+from cupy_flash.families import backward_common
 from cupy_flash.families.hopper import backward
 
-pytestmark = marks()
+pytestmark = pytest.mark.gpu
 
 BATCH, HEADS, HEADS_KV, SEQLEN_Q, SEQLEN_K = 2, 4, 2, 700, 900
 Arrays = dict[str, np.ndarray]
@@ -47,6 +48,24 @@ MASKS: dict[str, tuple[Callable[..., Any], Callable[[np.random.Generator], Array
     "one KV tile": (lambda i, j: (j >= 300) & (j < 310), lambda rng: {}),
 }
 DIMS = [(64, 64), (128, 128), (128, 64), (96, 96), (192, 128), (256, 256)]
+
+
+def families(*names: str) -> pytest.MarkDecorator:
+    """Return the mark of a test of these families; the GPU may support only some of them."""
+    each = [
+        pytest.param(
+            name,
+            marks=pytest.mark.skipif(
+                not Case(name, "float16", head_dim=64, head_dim_v=64).is_supported(),
+                reason=f"this GPU does not support the {name} family",
+            ),
+        )
+        for name in names
+    ]
+    return pytest.mark.parametrize("family", each)
+
+
+each_family, only_hopper, only_mma = families("hopper", "mma"), families("hopper"), families("mma")
 
 
 def make_call(
@@ -85,45 +104,83 @@ def make_call(
     return GradientCall(forward, values(SEQLEN_Q, heads[0], dim_v))
 
 
-def check(call: GradientCall) -> dict[str, np.ndarray]:
-    """Check gradients of the Hopper family, and that each run gives the same bits."""
-    found = call.run(cupy, family="hopper")
+def check(call: GradientCall, family: str, **how: Any) -> dict[str, np.ndarray]:
+    """Check the gradients of a family, and that each run gives the same bits."""
+    found = call.run(cupy, family=family, **how)
     check_gradients(call, found)
     for _ in range(3):
-        again = call.run(cupy, family="hopper")
+        again = call.run(cupy, family=family, **how)
         for name, gradient in found.items():
             np.testing.assert_array_equal(gradient.view(np.uint8), again[name].view(np.uint8))
     return found
 
 
+@each_family
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dims", DIMS)
 @pytest.mark.parametrize("name", MASKS)
-def test_every_mask_gives_the_gradients(name, dims, causal, monkeypatch, rng) -> None:
-    check(make_call(monkeypatch, rng, name, dims, causal=causal))
+def test_every_mask_gives_the_gradients(family, name, dims, causal, monkeypatch, rng) -> None:
+    check(make_call(monkeypatch, rng, name, dims, causal=causal), family)
 
 
-@pytest.mark.parametrize("limit", ["_PAIR_BYTES", "_LIST_BYTES"])
+@only_mma
+@pytest.mark.parametrize("dims", [(64, 64), (128, 64), (256, 256), (512, 512)])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("name", ["documents", "heads", "few pairs", "nothing"])
+def test_other_dtypes_and_wide_heads(family, name, dtype, dims, monkeypatch, rng) -> None:
+    check(make_call(monkeypatch, rng, name, dims, dtype=dtype, causal=True), family)
+
+
+@only_hopper
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
 @pytest.mark.parametrize("name", ["documents", "heads", "window"])
-def test_without_stored_pairs_or_lists_kernels_evaluate_the_mask(
-    name, dims, limit, monkeypatch, rng
+def test_without_stored_pairs_kernels_evaluate_the_mask(
+    family, name, dims, monkeypatch, rng
 ) -> None:
-    monkeypatch.setattr(backward, limit, 0)
-    check(make_call(monkeypatch, rng, name, dims, causal=True))
+    monkeypatch.setattr(backward, "_PAIR_BYTES", 0)
+    check(make_call(monkeypatch, rng, name, dims, causal=True), family)
 
 
+@each_family
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
+@pytest.mark.parametrize("name", ["documents", "heads", "window"])
+def test_without_lists_kernels_process_all_tiles(family, name, dims, monkeypatch, rng) -> None:
+    monkeypatch.setattr(backward_common, "_LIST_BYTES", 0)
+    check(make_call(monkeypatch, rng, name, dims, causal=True), family)
+
+
+@each_family
 @pytest.mark.parametrize("name", ["documents", "heads"])
 @pytest.mark.parametrize("heads", [(3, 3), (6, 1)])
-def test_heads_may_share_lists_or_have_their_own(name, heads, monkeypatch, rng) -> None:
-    check(make_call(monkeypatch, rng, name, (128, 128), heads=heads))
+def test_heads_may_share_lists_or_have_their_own(family, name, heads, monkeypatch, rng) -> None:
+    check(make_call(monkeypatch, rng, name, (128, 128), heads=heads), family)
 
 
+@only_hopper
 @pytest.mark.parametrize("columns", [16, 32, 128])
-def test_scores_may_be_computed_for_any_number_of_rows(columns, monkeypatch, rng) -> None:
-    call = make_call(monkeypatch, rng, "documents")
+def test_scores_may_be_computed_for_any_number_of_rows(family, columns, monkeypatch, rng) -> None:
     tile = {"Br": 128, "Bc": 128, "columns": columns, "q_stages": 2, "dout_stages": 1}
-    check_gradients(call, call.run(cupy, family="hopper", tile=tile))
+    check(make_call(monkeypatch, rng, "documents"), family, tile=tile)
+
+
+@only_mma
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "tile",
+    [
+        {"Br": 16, "Bc": 16, "warps": 1, "key_warps": 1, "columns": 16, "stages": 2},
+        {"Br": 32, "Bc": 64, "warps": 4, "key_warps": 4, "columns": 16, "stages": 2},
+        # A lane has 64 pairs.
+        {"Br": 64, "Bc": 128, "warps": 4, "key_warps": 4, "columns": 64, "stages": 1},
+        {"Br": 128, "Bc": 64, "warps": 8, "key_warps": 2, "columns": 16, "stages": 1},
+        {"Br": 64, "Bc": 64, "warps": 8, "key_warps": 2, "columns": 16, "paired": 1},
+        {"Br": 32, "Bc": 32, "warps": 8, "key_warps": 2, "columns": 8, "paired": 1},
+    ],
+    ids=lambda tile: "-".join(map(str, tile.values())),
+)
+def test_warps_may_have_any_pairs(family, tile, dtype, monkeypatch, rng) -> None:
+    tile = {"stages": 1, "min_blocks": 1, "paired": 0} | tile
+    check(make_call(monkeypatch, rng, "documents", dtype=dtype), family, tile=tile)
 
 
 @pytest.mark.parametrize(
@@ -140,29 +197,33 @@ def test_scores_may_be_computed_for_any_number_of_rows(columns, monkeypatch, rng
     ids=lambda options: "+".join(options),
 )
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
-def test_other_modifications_combine_with_lists(options, dims, monkeypatch, rng) -> None:
-    check(make_call(monkeypatch, rng, "documents", dims, **options))
+@each_family
+def test_other_modifications_combine_with_lists(family, options, dims, monkeypatch, rng) -> None:
+    check(make_call(monkeypatch, rng, "documents", dims, **options), family)
 
 
+@each_family
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
 @pytest.mark.parametrize("wrt", [("q",), ("k",), ("v",), ("q", "v")])
-def test_some_gradients_alone(wrt, dims, monkeypatch, rng) -> None:
+def test_some_gradients_alone(family, wrt, dims, monkeypatch, rng) -> None:
     call = make_call(monkeypatch, rng, "documents", dims)
     call.wrt = wrt
-    check(call)
+    check(call, family)
 
 
+@each_family
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
-def test_gradients_in_float32(dims, monkeypatch, rng) -> None:
+def test_gradients_in_float32(family, dims, monkeypatch, rng) -> None:
     call = make_call(monkeypatch, rng, "documents", dims)
     call.grad_dtype = "float32"
-    check(call)
+    check(call, family)
 
 
+@each_family
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
-def test_nan_in_hidden_rows_and_keys_reaches_nothing(dims, monkeypatch, rng) -> None:
+def test_nan_in_hidden_rows_and_keys_reaches_nothing(family, dims, monkeypatch, rng) -> None:
     call = make_call(monkeypatch, rng, "documents", dims)
-    expected = call.run(cupy, family="hopper")
+    expected = call.run(cupy, family=family)
     arrays, captures = call.forward.arrays, call.forward.mods["mask_mod"][1]
     for b in range(BATCH):
         rows, keys = (captures[name][b] for name in ("of_row", "of_key"))
@@ -170,12 +231,13 @@ def test_nan_in_hidden_rows_and_keys_reaches_nothing(dims, monkeypatch, rng) -> 
         arrays["q"][b, hidden] = call.dout[b, hidden] = np.nan
         arrays["k"][b, ~np.isin(keys, rows[:SEQLEN_Q])] = np.nan
     # The reference's results of hidden rows must not be NaN, so the first results are kept.
-    found = call.run(cupy, family="hopper")
+    found = call.run(cupy, family=family)
     for name, gradient in found.items():
         np.testing.assert_array_equal(gradient, expected[name])
 
 
-def test_rows_without_keys_have_no_gradient_whatever_their_lse_is(monkeypatch, rng) -> None:
+@each_family
+def test_rows_without_keys_have_no_gradient_whatever_their_lse_is(family, monkeypatch, rng) -> None:
     """The lse may cover more keys than this call has, if results of several calls are merged."""
     call = make_call(monkeypatch, rng, "documents", (128, 128))
     (dout, q, k, v, out, lse), named = call.given(cupy)
@@ -184,15 +246,16 @@ def test_rows_without_keys_have_no_gradient_whatever_their_lse_is(monkeypatch, r
     arrays = {f"d{name}": cupy.full(x.shape, np.nan, q.dtype) for name, x in (("q", q), ("k", k))}
     more = cupy.where(hidden, cupy.float32(1.5), lse)
     dq, dk, _ = cupy_flash.flash_attention_backward(
-        dout, q, k, v, out, more, **named, **arrays, family="hopper"
+        dout, q, k, v, out, more, **named, **arrays, family=family
     )
     assert not dq[hidden.swapaxes(1, 2)].any()
     assert not cupy.isnan(dk).any()
 
 
+@each_family
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_window_by_a_function_equals_the_window(head_dim, causal, rng) -> None:
+def test_a_window_by_a_function_equals_the_window(family, head_dim, causal, rng) -> None:
     shape, width = (1, 3000, 2, head_dim), 300
     q, k, v, dout = (cupy.asarray(rng.standard_normal(shape).astype(np.float16)) for _ in range(4))
     left_right = (width, 0 if causal else width)
@@ -200,14 +263,13 @@ def test_a_window_by_a_function_equals_the_window(head_dim, causal, rng) -> None
     given = (dout, q, k, v, out, lse)
     expected = cupy_flash.flash_attention_backward(*given, window_size=left_right)
     mod = MaskMod(lambda i, j: np.abs(i - j) <= width)
-    found = cupy_flash.flash_attention_backward(
-        *given, mask_mod=mod, causal=causal, family="hopper"
-    )
+    found = cupy_flash.flash_attention_backward(*given, mask_mod=mod, causal=causal, family=family)
     for x, y in zip(found, expected, strict=True):
         cupy.testing.assert_allclose(x, y, atol=2e-3, rtol=2e-3)
 
 
-def test_refresh_builds_new_lists(rng) -> None:
+@each_family
+def test_refresh_builds_new_lists(family, rng) -> None:
     shape = (1, 1000, 2, 64)
     q, k, v, dout = (cupy.asarray(rng.standard_normal(shape).astype(np.float16)) for _ in range(4))
     ids = cupy.asarray(np.sort(rng.integers(0, 6, 1000)).astype(np.int32))
@@ -215,7 +277,8 @@ def test_refresh_builds_new_lists(rng) -> None:
 
     def gradients(mask: MaskMod) -> list[Any]:
         out, lse = cupy_flash.flash_attention(q, k, v, mask_mod=mask, return_lse=True)
-        return list(cupy_flash.flash_attention_backward(dout, q, k, v, out, lse, mask_mod=mask))
+        given = (dout, q, k, v, out, lse)
+        return list(cupy_flash.flash_attention_backward(*given, mask_mod=mask, family=family))
 
     gradients(mod)
     ids[:] = ids[::-1] // 2

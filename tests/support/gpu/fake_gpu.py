@@ -250,7 +250,8 @@ class FakeGpu:
         self.uploads.append(array)
         return self.array(*array.shape, dtype=array.dtype)
 
-    def shared(self, count: int) -> Shared:
+    def shared(self, count: int, device: int, stream: int) -> Shared:
+        assert (device, stream) == (self.device, self.stream)
         if count:
             self.counters.append(count)
         return Shared(0xC0DE00)
@@ -324,7 +325,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(FakeArray, "new_address", gpu.address)
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(launch, "_launch_function", lambda: launch_kernel)
-    users = (prepared_calls, gpu_forward, torch_autograd, launch, allocate, block_masks)
+    users = (prepared_calls, gpu_forward, gpu_backward, torch_autograd, allocate, block_masks)
     for module in users:
         monkeypatch.setattr(module, "cupy_module", lambda: fake)
     for module in (torch_arrays, jax_arrays):

@@ -235,6 +235,8 @@ def flash_attention_with_kvcache(
         freeze_tile(tile),
         None,
         "bshd",
+        None,
+        None,
         num_splits,
         batch_invariant,
         None,

@@ -105,10 +105,10 @@ def gradients(
 ) -> tuple[Any, ...]:
     """Return the result of a public function that computes gradients."""
     require_grad_dtype(options.grad_dtype)
-    results = list(run(_GRADIENTS, arguments, options, backend, 0, modifications))
+    results = run(_GRADIENTS, arguments, options, backend, 0, modifications)
     assert options.wrt is not None
     if "sinks" in options.wrt and options.grad_dtype is None:
-        index = options.wrt.index("sinks")
+        index, results = options.wrt.index("sinks"), list(results)
         results[index] = _as_sinks(results[index], modifications["sinks"])
     return tuple(results)
 

@@ -120,8 +120,8 @@ class _ThreadQueues(dict[int, _Queue]):
             ended.setdefault(device, []).append(queue)
 
 
-def shared(count: int) -> Shared:
-    """Return counters for the next launch on the current stream, at least `count` zeroed words.
+def shared(count: int, device: int, stream: int) -> Shared:
+    """Return counters for the next launch on a stream, at least `count` zeroed words.
 
     Call this before memory from CuPy's pool is used, which launches of a stream reuse as well.
 
@@ -129,12 +129,14 @@ def shared(count: int) -> Shared:
     ----------
     count
         Number of 32-bit words that no other running kernel uses; may be 0.
+    device, stream
+        Index of the current device, and handle of the current stream.
 
     Returns
     -------
     Shared
-        Counters on the current device, for the next kernels on the current stream. The kernels must
-        leave them zero, and `Shared.launched` must be called after their launch. If the stream is
+        Counters on the device, for the next kernels on the stream. The kernels must leave them
+        zero, and `Shared.launched` must be called after their launch. If the stream is
         being captured, the counters belong to that launch for the life of the process.
 
     Raises
@@ -143,14 +145,11 @@ def shared(count: int) -> Shared:
         If memory runs out, or if a capture needs more than the reserve holds and its mode forbids
         allocations (CuPy's default mode, relaxed, allows them).
     """
-    cuda = _cuda()
-    device = cuda.runtime.getDevice()
-    stream = cuda.get_current_stream().ptr
     if stream in _LEGACY_STREAMS:
         queue = _queues.get((device, stream)) or _queues.setdefault(
             (device, stream), _LegacyQueue()
         )
-    elif cuda.runtime.streamIsCapturing(stream):
+    elif _cuda().runtime.streamIsCapturing(stream):
         return Shared(_captured(device, count) if count else 0)
     elif stream == _PER_THREAD_STREAM:
         queue = _queue_of_thread(device)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from cupy_flash.gpu.by_value import thread_arguments
 from cupy_flash.gpu.compiler import kernel_cache
-from cupy_flash.gpu.environment import cupy_module
 
 if TYPE_CHECKING:
     from cupy_flash.gpu.params import PackedStruct
@@ -33,10 +32,7 @@ class Launches:
             shared_memory = {e.entry: e.shared_memory for e in plan.launches}
             self._kernels = kernel_cache.get(plan.unit, shared_memory)
         self._launches = [
-            (
-                (self._kernels[e.entry].ptr, *e.grid, e.threads, 1, 1, e.shared_memory),
-                e.takes_maps,
-            )
+            (self._kernels[e.entry].ptr, *e.grid, e.threads, e.shared_memory, e.takes_maps)
             for e in plan.launches
             if self._kernels
         ]
@@ -44,13 +40,15 @@ class Launches:
     def __bool__(self) -> bool:
         return bool(self._launches)
 
-    def run(self, values: tuple[int, ...]) -> None:
-        """Enqueue the launches on the current stream.
+    def run(self, values: tuple[int, ...], stream: int) -> None:
+        """Enqueue the launches on a stream of the current device.
 
         Parameters
         ----------
         values
             Addresses and numbers, in the order of the names that `params` was created with.
+        stream
+            Handle of the stream.
         """
         given = thread_arguments()
         self._params.pack_into(given.memory, values)
@@ -59,11 +57,12 @@ class Launches:
             # may remove them from the cache meanwhile.
             maps = self._tensor_maps.maps_for(values)
             given.set_maps(maps.address)
-        stream = cupy_module().cuda.get_current_stream().ptr
         # This calls the driver directly, because CuPy's kernel object takes 0.7 us more.
         launch = _launch_function()
-        for fixed, takes_maps in self._launches:
-            launch(*fixed, stream, given.with_maps if takes_maps else given.alone, 0)
+        for kernel, x, y, z, threads, shared_memory, takes_maps in self._launches:
+            arguments = given.with_maps if takes_maps else given.alone
+            # A starred tuple would take 0.1 us more.
+            launch(kernel, x, y, z, threads, 1, 1, shared_memory, stream, arguments, 0)
 
 
 class StructLaunch:

@@ -45,9 +45,6 @@ class FakeCuda:
         )
         self.memory = SimpleNamespace(Memory=self._allocate)
 
-    def get_current_stream(self) -> SimpleNamespace:
-        return SimpleNamespace(ptr=self.stream)
-
     def Event(self, *, disable_timing: bool) -> SimpleNamespace:
         assert disable_timing
         self.events += 1
@@ -102,7 +99,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 
 def zeroed(count: int) -> int:
     """Return the address of the words for a launch that is enqueued at once."""
-    queue = counters.shared(count)
+    cuda: Any = counters._cuda()
+    queue = counters.shared(count, cuda.device, cuda.stream)
     queue.launched()
     return queue.address
 

@@ -78,11 +78,11 @@ def result_allocator(specs: Sequence[ResultSpec | None], *, uses_torch: bool) ->
 
         def new_tensors() -> tuple[list[Any], list[int]]:
             tensors: list[Any] = none.copy()
-            result_offsets = nowhere.copy()
+            addresses = nowhere.copy()
             for index, make in allocators:
                 tensor = tensors[index] = make()
-                result_offsets[index] = tensor.data_ptr()
-            return tensors, result_offsets
+                addresses[index] = tensor.data_ptr()
+            return tensors, addresses
 
         return new_tensors
     ndarray, alloc = cupy_module().ndarray, cupy_module().cuda.alloc
@@ -90,13 +90,15 @@ def result_allocator(specs: Sequence[ResultSpec | None], *, uses_torch: bool) ->
 
     def new_arrays() -> tuple[list[Any], list[int]]:
         arrays: list[Any] = none.copy()
-        result_offsets = nowhere.copy()
+        addresses = nowhere.copy()
         for size, parts in groups:
             memory = alloc(size)
+            address = memory.ptr
             for offset, index, shape, dtype in parts:
-                place = memory + offset
-                arrays[index], result_offsets[index] = ndarray(shape, dtype, place), place.ptr
-        return arrays, result_offsets
+                # `memory + 0` would create a second object for the same address.
+                place = memory + offset if offset else memory
+                arrays[index], addresses[index] = ndarray(shape, dtype, place), address + offset
+        return arrays, addresses
 
     return new_arrays
 

@@ -56,6 +56,8 @@ class Call:
         Whether torch allocates that memory. Torch tracks itself which streams use its memory.
     workspace_offsets
         Byte offsets in the workspace of the arrays whose addresses kernels are given.
+    device
+        Index of the device.
     launches
         Launches of the backward kernels; none if there is no query.
     cleared
@@ -70,6 +72,7 @@ class Call:
     scratch: MemoryAllocator | None
     uses_torch: bool
     workspace_offsets: tuple[int, ...]
+    device: int
     launches: Launches
     cleared: tuple[int, ...]
     block_mask_key: BlockMaskKey | None = None
@@ -87,7 +90,9 @@ class Call:
         block mask is built from.
         """
         self.overlap_check.check(addresses)
-        stream = None if self.uses_torch else shared(0)
+        # Passing the device saves CuPy the look-up of the current device.
+        stream = cupy_module().cuda.get_current_stream(self.device).ptr
+        queue = None if self.uses_torch else shared(0, self.device, stream)
         arrays, result_addresses = self.allocate_results()
         for index, argument_index in self.given:
             arrays[index], result_addresses[index] = (
@@ -99,22 +104,22 @@ class Call:
         # `_memory` is referenced until the launches are enqueued; then the pool may reuse it.
         _memory, scratch = self.scratch() if self.scratch else (None, 0)
         if self.launches:
-            values = [*addresses, *result_addresses, scratch]
-            values += [scratch + offset for offset in self.workspace_offsets]
-            ready, current = None, 0
+            values = (*addresses, *result_addresses, scratch)
+            if self.workspace_offsets:
+                values += tuple([scratch + offset for offset in self.workspace_offsets])
+            ready = None
             if self.block_mask_key is not None:
                 assert user_mods.mask_mod is not None
-                current = cupy_module().cuda.get_current_stream(self.block_mask_key.device).ptr
                 ready = ready_block_mask(
-                    *(user_mods.mask_mod, self.block_mask_key, current, arguments),
+                    *(user_mods.mask_mod, self.block_mask_key, stream, arguments),
                     uses_torch=self.uses_torch,
                 )
-                values.append(ready.address)
-            self.launches.run(tuple(values))
+                values += (ready.address,)
+            self.launches.run(values, stream)
             if ready is not None:
-                ready.launched(current)
-        if stream is not None:
-            stream.launched()
+                ready.launched(stream)
+        if queue is not None:
+            queue.launched()
         return arrays
 
 
@@ -144,10 +149,11 @@ def prepare(arguments: GradientArguments, options: Options, context: Context) ->
         sources["seqused_k"] = "seqlens_k"
     fixed: dict[str, Any] = {}
     spec, block_mask_key = block_mask_spec(plan), None
+    cuda = cupy_module().cuda
+    device = cuda.runtime.getDevice()
     if spec is not None:
         assert context.user_mods.mask_mod is not None
-        cuda = cupy_module().cuda
-        block_mask_key = BlockMaskKey(cuda.runtime.getDevice(), problem.dtype, spec)
+        block_mask_key = BlockMaskKey(device, problem.dtype, spec)
         ready = ready_block_mask(
             *(context.user_mods.mask_mod, block_mask_key, cuda.get_current_stream().ptr, arguments),
             uses_torch=context.uses_torch,
@@ -172,6 +178,7 @@ def prepare(arguments: GradientArguments, options: Options, context: Context) ->
         scratch=memory_allocator(plan.workspace, uses_torch=context.uses_torch),
         uses_torch=context.uses_torch,
         workspace_offsets=tuple(offsets.values()),
+        device=device,
         launches=loaded_launches(plan, options, mod_arrays, fixed, sources, names),
         cleared=tuple(
             index

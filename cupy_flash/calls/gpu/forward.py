@@ -86,6 +86,8 @@ class Call:
         Launch that precedes attention and appends to the cache, or None.
     max_keys, limits
         Largest integer that cache_seqlens may be, and the limits that determine it.
+    device
+        Index of the device.
     block_mask_key
         Key of the block mask that the kernels read, or None.
     workspace_offsets
@@ -109,6 +111,7 @@ class Call:
     append: append.Append | None = None
     max_keys: int = 0
     limits: tuple[LengthLimit, ...] = ()
+    device: int = 0
     block_mask_key: BlockMaskKey | None = None
     workspace_offsets: tuple[int, ...] = ()
     uses_torch: bool = False
@@ -127,7 +130,11 @@ class Call:
             out, out_address = arguments.out, addresses[self.out_index]
         if not self.launches and self.append is None and not self.fills_results:
             return out, lse
-        stream = shared(self.counters) if self.counters or self.scratch else None
+        # Passing the device saves CuPy the look-up of the current device.
+        stream = cupy_module().cuda.get_current_stream(self.device).ptr
+        queue = None
+        if self.counters or self.scratch:
+            queue = shared(self.counters, self.device, stream)
         # `_memory` is referenced until the launches are enqueued; then the pool may reuse it.
         _memory, scratch = self.scratch() if self.scratch else (None, 0)
         # In the order of `names` in `prepare`. Adding tuples is twice as fast as a starred tuple.
@@ -135,7 +142,7 @@ class Call:
             out_address,
             lse_address,
             scratch,
-            0 if stream is None else stream.address,
+            0 if queue is None else queue.address,
             keys,
             scratch + self.rotated_offset,
         )
@@ -143,13 +150,11 @@ class Call:
             index, step = self.qkv
             first = addresses[index]
             values += (first, first + step, first + 2 * step)
-        ready, current = None, 0
+        ready = None
         if self.block_mask_key is not None:
             assert user_mods.mask_mod is not None
-            # Passing the device saves CuPy the look-up of the current device.
-            current = cupy_module().cuda.get_current_stream(self.block_mask_key.device).ptr
             ready = ready_block_mask(
-                *(user_mods.mask_mod, self.block_mask_key, current, arguments),
+                *(user_mods.mask_mod, self.block_mask_key, stream, arguments),
                 uses_torch=self.uses_torch,
             )
             values += (ready.address,)
@@ -158,7 +163,7 @@ class Call:
         if self.append is not None:
             self.append.run(values)
         if self.launches:
-            self.launches.run(values)
+            self.launches.run(values, stream)
         elif self.fills_results:
             as_cupy(out).fill(0)
             if lse is not None:
@@ -167,9 +172,9 @@ class Call:
                 if sinks is not None and not self.has_no_rows:
                     as_cupy(lse)[...] = as_cupy(sinks)[:, None]
         if ready is not None:
-            ready.launched(current)
-        if stream is not None:
-            stream.launched()
+            ready.launched(stream)
+        if queue is not None:
+            queue.launched()
         return out, lse
 
 
@@ -218,10 +223,11 @@ def prepare(arguments: Arguments, options: Options, context: Context) -> Call:
     names = (*fields, *_VALUES, *parts, *block_mask_name, *scratch_offsets)
     fixed, sources = {}, _sources(arguments, plan)
     block_mask_key = None
+    cuda = cupy_module().cuda
+    device = cuda.runtime.getDevice()
     if spec is not None:
         assert context.user_mods.mask_mod is not None
-        cuda = cupy_module().cuda
-        block_mask_key = BlockMaskKey(cuda.runtime.getDevice(), problem.dtype, spec)
+        block_mask_key = BlockMaskKey(device, problem.dtype, spec)
         current = cuda.get_current_stream().ptr
         ready = ready_block_mask(
             *(context.user_mods.mask_mod, block_mask_key, current, arguments),
@@ -250,6 +256,7 @@ def prepare(arguments: Arguments, options: Options, context: Context) -> Call:
         else None,
         max_keys=min((limit.most for limit in limits), default=0),
         limits=limits,
+        device=device,
         block_mask_key=block_mask_key,
         workspace_offsets=tuple(scratch_offsets.values()),
         uses_torch=context.uses_torch,

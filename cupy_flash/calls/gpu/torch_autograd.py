@@ -161,19 +161,18 @@ def gradients(
         return None
     if dout.is_neg() or (dlse is not None and dlse.is_neg()) or may_be_transformed():
         return None
-    cupy = cupy_module()
     try:
-        result = prepared_calls.find_array_keys((dout, dlse), cupy.ndarray)
+        dout_key, dout_address = prepared_calls.tensor_key(dout)
+        dlse_key, dlse_address = (None, 0) if dlse is None else prepared_calls.tensor_key(dlse)
     except RuntimeError:
         return None
-    assert result is not None
-    gradient_keys, gradient_addresses = result
-    if dout.get_device() != cupy.cuda.runtime.getDevice():
+    if dout.get_device() != cupy_module().cuda.runtime.getDevice():
         return None
-    backward_call = call.backward_calls.get((needed, gradient_keys))
+    key = needed, dout_key, dlse_key
+    backward_call = call.backward_calls.get(key)
     if backward_call is None:
-        key = needed, gradient_keys
         return _on_stream_of(q, _prepare_and_run, recorded, saved, (dout, dlse), key)
+    gradient_addresses = dout_address, dlse_address
     in_order = in_field_order(
         *(rows, result_addresses, gradient_addresses, length_addresses or _NO_LENGTHS, 0)
     )
@@ -185,10 +184,10 @@ def _prepare_and_run(
     recorded: Recorded,
     saved: tuple[Any, ...],
     result_gradients: tuple[Any, Any],
-    backward_key: tuple[tuple[bool, ...], Any],
+    backward_key: tuple[tuple[bool, ...], Any, Any],
 ) -> list[Any] | None:
     """Compute `gradients` without a prepared backward call; keep the new one unless it copies."""
-    needed, _ = backward_key
+    needed, *_ = backward_key
     if not is_torch_on_gpu(*result_gradients):
         return None
     q, k, v, out, lse, *given = saved

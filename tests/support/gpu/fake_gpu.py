@@ -70,9 +70,14 @@ class FakeArray:
         return int(np.prod(self.shape))
 
     @property
-    def flags(self) -> SimpleNamespace:
+    def _c_contiguous(self) -> bool:
         contiguous = FakeArray(self.shape, self.dtype, address=0).strides
-        return SimpleNamespace(c_contiguous=self.strides == contiguous)
+        axes = zip(self.shape, self.strides, contiguous, strict=True)
+        return all(length == 1 or ours == expected for length, ours, expected in axes)
+
+    @property
+    def flags(self) -> SimpleNamespace:
+        return SimpleNamespace(c_contiguous=self._c_contiguous)
 
     @property
     def itemsize(self) -> int:
@@ -250,7 +255,8 @@ class FakeGpu:
         self.uploads.append(array)
         return self.array(*array.shape, dtype=array.dtype)
 
-    def shared(self, count: int) -> Shared:
+    def shared(self, count: int, device: int, stream: int) -> Shared:
+        assert (device, stream) == (self.device, self.stream)
         if count:
             self.counters.append(count)
         return Shared(0xC0DE00)
@@ -324,7 +330,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(FakeArray, "new_address", gpu.address)
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(launch, "_launch_function", lambda: launch_kernel)
-    users = (prepared_calls, gpu_forward, torch_autograd, launch, allocate, block_masks)
+    users = (prepared_calls, gpu_forward, gpu_backward, torch_autograd, allocate, block_masks)
     for module in users:
         monkeypatch.setattr(module, "cupy_module", lambda: fake)
     for module in (torch_arrays, jax_arrays):

@@ -110,8 +110,8 @@ def test_heads_over_512_columns_are_refused() -> None:
 
 def test_heads_over_256_columns_are_refused_if_scores_are_modified_or_batches_not_dense() -> None:
     reason = "head dims over 256 need dense batches and unmodified scores"
-    assert hopper.why_not(masked(problem(256)), h100) is None
-    assert hopper.why_not(masked(problem(264)), h100) == reason
+    assert hopper.why_not(with_mask(problem(256)), h100) is None
+    assert hopper.why_not(with_mask(problem(264)), h100) == reason
     lengths = dataclasses.replace(problem(64).layout, kind="padded")
     for head_dim, expected in ((256, None), (264, reason)):
         padded = dataclasses.replace(problem(head_dim), layout=lengths)
@@ -231,9 +231,9 @@ def test_columns_are_whole_boxes_and_no_more(
 
 def test_wide_heads_have_the_buffers_that_shared_memory_has_space_for() -> None:
     plain = HopperBackwardTile(64, 64)
-    assert hopper.default_tile(masked(problem(256)), h100) == plain
+    assert hopper.default_tile(with_mask(problem(256)), h100) == plain
     buffered = dataclasses.replace(plain, exchange_stages=2, buffers_dq=1)
-    assert hopper.default_tile(masked(problem(192)), h100) == buffered
+    assert hopper.default_tile(with_mask(problem(192)), h100) == buffered
     more = dataclasses.replace(buffered, q_stages=3)
     assert hopper.default_tile(problem(192, 128, seqlen=64), h100) == more
     added = hopper.shared_memory(problem(192), buffered) - hopper.shared_memory(problem(192), plain)
@@ -270,7 +270,7 @@ def test_dense_batches_without_mask_functions_have_pairs_of_kv_tiles() -> None:
     assert hopper.default_tile(problem(192), h100) == dataclasses.replace(whole, **one_dout)
     assert hopper.default_tile(problem(256), h100) == dataclasses.replace(PAIR, **one_dout)
     assert hopper.default_tile(problem(256, causal=True), h100).pair == 2
-    for of in (problem(256, wrt=("k", "v")), masked(problem(256)), problem(256, seqlen_k=64)):
+    for of in (problem(256, wrt=("k", "v")), with_mask(problem(256)), problem(256, seqlen_k=64)):
         assert hopper.default_tile(of, h100).pair == 1
 
 
@@ -292,7 +292,7 @@ def test_a_pair_that_is_not_possible_has_a_reason(of: Problem, pair: int, reason
 def test_narrow_heads_and_masks_by_functions_have_no_pairs() -> None:
     narrow = HopperBackwardTile(64, 128, pair=2)
     assert hopper.why_not_tile(problem(), h100, narrow) == "pair is 2; expected 1"
-    found = hopper.why_not_tile(masked(problem(192)), h100, PAIR)
+    found = hopper.why_not_tile(with_mask(problem(192)), h100, PAIR)
     assert "position alone masks pairs" in (found or "")
 
 

@@ -157,7 +157,7 @@ def test_heads_may_share_lists_or_have_their_own(family, name, heads, monkeypatc
 
 
 @only_hopper
-@pytest.mark.parametrize("columns", [16, 32, 128])
+@pytest.mark.parametrize("columns", [16, 32])
 def test_scores_may_be_computed_for_any_number_of_rows(family, columns, monkeypatch, rng) -> None:
     tile = {"Br": 128, "Bc": 128, "columns": columns, "q_stages": 2, "dout_stages": 1}
     check(make_call(monkeypatch, rng, "documents"), family, tile=tile)
@@ -180,7 +180,7 @@ def test_scores_may_be_computed_for_any_number_of_rows(family, columns, monkeypa
 )
 def test_warps_may_have_any_pairs(family, tile, dtype, monkeypatch, rng) -> None:
     tile = {"stages": 1, "min_blocks": 1, "paired": 0} | tile
-    check(make_call(monkeypatch, rng, "documents", dtype=dtype), family, tile=tile)
+    check(make_call(monkeypatch, rng, "documents", (32, 32), dtype=dtype), family, tile=tile)
 
 
 @pytest.mark.parametrize(
@@ -226,10 +226,10 @@ def test_nan_in_hidden_rows_and_keys_reaches_nothing(family, dims, monkeypatch, 
     expected = call.run(cupy, family=family)
     arrays, captures = call.forward.arrays, call.forward.mods["mask_mod"][1]
     for b in range(BATCH):
-        rows, keys = (captures[name][b] for name in ("of_row", "of_key"))
-        hidden = ~np.isin(rows[:SEQLEN_Q], keys)
+        rows, keys = captures["of_row"][b, SEQLEN_K - SEQLEN_Q :], captures["of_key"][b]
+        hidden = ~np.isin(rows, keys)
         arrays["q"][b, hidden] = call.dout[b, hidden] = np.nan
-        arrays["k"][b, ~np.isin(keys, rows[:SEQLEN_Q])] = np.nan
+        arrays["k"][b, ~np.isin(keys, rows)] = np.nan
     # The reference's results of hidden rows must not be NaN, so the first results are kept.
     found = call.run(cupy, family=family)
     for name, gradient in found.items():

@@ -401,6 +401,11 @@ struct HopperGradientProducts {
     }
   }
 
+  // Whether modifications may mask pairs of a tile that `is_masked` excludes. They cannot if the
+  // block mask has all visible pairs: its full tiles have no other pairs, and no row of one key.
+  static constexpr bool may_mask_any_tile =
+      Config::may_mask_pairs && (Mods::changes_scores || !Config::stores_pairs);
+
   // Makes dS exactly 0 in rows that attend to one key only. `accumulators` is dS itself, or the P
   // that dS is computed from. With `Config::may_mask_pairs` such rows are recognized by their P
   // alone: checking positions, too, takes registers that kernels with mask functions do not have.
@@ -413,6 +418,7 @@ struct HopperGradientProducts {
       }
     } else if constexpr (zeroes_one_key_ds<Config>) {
       static_assert(sizeof(Element) == 2, "for other types the threshold depends on the row");
+      if (!is_masked && !may_mask_any_tile) return;
 #pragma unroll
       for (int i = 0; i < columns / 2; ++i) {
         accumulators[i] = scores[i] > p_of_one_key<Element> ? 0 : accumulators[i];
@@ -422,7 +428,7 @@ struct HopperGradientProducts {
 
   // Computes dS = P (dP - delta). A masked pair has P = 0; its dS is set to 0 by selection.
   __device__ static void compute_ds(Scores& gradients, const Scores& scores, bool is_masked) {
-    if (is_masked || Config::may_mask_pairs) {
+    if (is_masked || may_mask_any_tile) {
 #pragma unroll
       for (int i = 0; i < columns / 2; ++i) {
         const float ds = scores[i] * gradients[i];

@@ -310,7 +310,7 @@ struct HopperValueConsumer
     if constexpr (wants_ds) {
       if constexpr (Base::single_pass) {
         send_p(p_operand);
-      } else if (zeroes_one_key_ds<Config> && (is_masked || Config::may_mask_pairs)) {
+      } else if (zeroes_one_key_ds<Config> && (is_masked || Base::may_mask_any_tile)) {
         Base::zero_one_key_ds(scores, scores, step, 0, is_masked);
         Base::narrow(p_operand, scores);
         send_p(p_operand);

@@ -158,27 +158,6 @@ def test_a_window_without_bounds_is_the_plain_call(
     assert len(prepared_calls._calls) == 1
 
 
-@pytest.mark.parametrize(
-    ("strides", "calls"),
-    [
-        ((4096, 512, 128, 2), 1),
-        # The batch axis has length 1, so no kernel uses its stride.
-        ((9, 512, 128, 2), 1),
-        ((8192, 1024, 128, 2), 2),
-        ((4096, 128, 1024, 2), 2),
-    ],
-)
-def test_a_call_is_prepared_for_the_strides_of_its_arrays(
-    strides: tuple[int, ...], calls: int, gpu: FakeGpu
-) -> None:
-    shape = (1, 8, 4, 64)
-    for layout in (None, strides):
-        q, k, v = (gpu.array(*shape, strides=layout) for _ in range(3))
-        for _ in range(2):
-            flash_attention(q, k, v)
-    assert len(prepared_calls._calls) == calls
-
-
 def test_modifications_are_known_again(gpu: FakeGpu) -> None:
     for modifications in itertools.islice(variations(gpu), 2):
         for _ in range(3):

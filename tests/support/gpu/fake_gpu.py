@@ -70,12 +70,9 @@ class FakeArray:
         return int(np.prod(self.shape))
 
     @property
-    def _c_contiguous(self) -> bool:
-        return self.strides == FakeArray(self.shape, self.dtype, address=0).strides
-
-    @property
     def flags(self) -> SimpleNamespace:
-        return SimpleNamespace(c_contiguous=self._c_contiguous)
+        contiguous = FakeArray(self.shape, self.dtype, address=0).strides
+        return SimpleNamespace(c_contiguous=self.strides == contiguous)
 
     @property
     def itemsize(self) -> int:

@@ -125,5 +125,7 @@ def test_a_unit_of_gradients_compiles(compile_pool: ProcessPoolExecutor, unit: A
     assert made.unit is not None
     cubin = compile_pool.submit(compile_cubin, made.unit, device).result()
     assert "warning" not in cubin.log
+    # ptxas notes this without a warning if registers do not suffice.
+    assert "wgmma.mma_async instructions are serialized" not in cubin.log
     assert set(cubin.resources) == {launch.entry for launch in made.launches}
     assert max(resources.spill_bytes for resources in cubin.resources.values()) <= spilled

@@ -11,8 +11,8 @@
 //                  1           0   .   .   1    waits for CTA 2 at query tile 3
 //                  0           1   .   0   2    starts last, waits for CTA 1 at query tiles 0, 3
 //
-// Kernels start the CTAs of later keys first (`FromLast` in tile_coord.cuh). Whatever the mask is,
-// a CTA thus waits only for CTAs of smaller blockIdx.
+// Kernels start the CTAs of later keys first (`FromLast` in tile_coord.cuh). For every mask, a CTA
+// thus waits only for CTAs of smaller blockIdx.
 #pragma once
 
 #include "block_mask/query_tile_lists.cuh"

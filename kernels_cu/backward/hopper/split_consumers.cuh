@@ -61,8 +61,8 @@
 //     (peer_ds_full)
 //
 // No barrier signals that a buffer of the peer's dS is empty, either. There are n such buffers.
-// When B sends dS(i + n) to the buffer of its dS(i), both consumers of A must have completed dQ(i).
-// n is 2, or 3 if P is computed a query tile ahead, and this chain of dependencies suffices:
+// B sends dS(i + n) to the buffer in A that held its dS(i). Both consumers of A must have completed
+// dQ(i) then. n is 2, or 3 if P is computed a query tile ahead, and these dependencies suffice:
 //
 //   B, dk consumer   sends dS(i + n)        after its dQ(i + n - 1), which needs A's dS(i + n - 1)
 //   A, dk consumer   sends dS(i + n - 1)    after its dQ(i + n - 2), and after P(i + n - 1) arrived

@@ -32,11 +32,12 @@ _ROW_STATS_THREADS = 256
 # Alignment of the arrays in the workspace, in bytes.
 _WORKSPACE_ALIGNMENT = 512
 _WORD = 4
-# Least number of query tiles of a chunk, if thread blocks divide the query tiles of a KV tile.
+# Smallest number of query tiles of a chunk, if thread blocks divide the query tiles of a KV tile.
 _LEAST_CHUNK_TILES = 4
-# Largest number of bytes of the lists of query tiles in a block mask.
+# Largest size in bytes of the lists of query tiles in a block mask.
 _LIST_BYTES = 150_000_000
-# Bounds of the query tiles and of the KV tiles that an entry of a list can describe.
+# Upper bounds, exclusive, of the numbers of query tiles and KV tiles that an entry of a list can
+# hold.
 _MAX_QUERY_TILES, _MAX_KV_TILES = 2**16, 2**13
 
 
@@ -73,7 +74,10 @@ def reads_lists(problem: Problem, queries: int, keys: int) -> bool:
 
 
 def list_entries(problem: Problem, queries: int, keys: int) -> int:
-    """Return the number of entries of all lists; sequences and KV heads may share lists."""
+    """Return the number of entries of all lists.
+
+    If the mask is the same for all sequences, or for all heads, they use the same lists.
+    """
     assert problem.score is not None
     of_batch, of_head = problem.score.mask_varies
     lists = (problem.batch if of_batch else 1) * (problem.heads_kv if of_head else 1)
@@ -81,15 +85,15 @@ def list_entries(problem: Problem, queries: int, keys: int) -> int:
 
 
 def query_tile_lists(problem: Problem, *, stores_pairs: bool = False) -> QueryTileLists:
-    """Return the lists of query tiles that the query heads of each KV head share."""
+    """Return a description of the lists of query tiles in the block mask of a problem."""
     return QueryTileLists(problem.heads_q // problem.heads_kv, stores_pairs)
 
 
 def visited_rows(problem: Problem, *, has_lists: bool) -> int:
-    """Return how many query rows of a head thread blocks that run together are assumed to visit.
+    """Return the assumed number of query rows of a head that concurrent thread blocks process.
 
-    With lists of query tiles, these are a quarter of the rows. If more heads are interleaved,
-    thread blocks of the same head start further apart, and wait less.
+    With lists of query tiles, it is a quarter of the rows. A smaller number makes the planner
+    interleave more heads. Thread blocks of the same head then start further apart, and wait less.
     """
     return ceil_div(problem.seqlen_q, 4) if has_lists else problem.seqlen_q
 
@@ -187,7 +191,7 @@ class QueryChunks(NamedTuple):
     Attributes
     ----------
     heads, tiles
-        Number of chunks of the query heads of a group, and of the query tiles of a head.
+        Number of chunks of the query heads of a KV head, and of the query tiles of a head.
     """
 
     heads: int = 1
@@ -202,16 +206,21 @@ class QueryChunks(NamedTuple):
 def query_chunks(
     problem: Problem, blocks: int, query_tiles: int, *, least: int, wave: int
 ) -> QueryChunks:
-    """Return chunks of queries that give enough thread blocks, if the problem allows them.
+    """Return the chunks of queries that give enough thread blocks, if the problem allows them.
 
-    With mask functions, a thread block would also need the sums of P over all queries.
+    With mask functions there are no chunks: the last thread block of a KV tile would also need to
+    know for which keys the other thread blocks found a visible pair.
 
     Parameters
     ----------
-    problem, blocks, query_tiles
-        Backward problem, number of KV tiles of all heads, and of query tiles of a head.
+    problem
+        Backward problem.
+    blocks
+        Number of KV tiles of all heads.
+    query_tiles
+        Number of query tiles of a head.
     least
-        Number of thread blocks below which the heads of a group are divided.
+        Number of thread blocks below which the query heads of a KV head are divided.
     wave
         Number of thread blocks that run at a time. If there are fewer, query tiles are divided.
     """
@@ -232,11 +241,16 @@ def with_chunks(
 
     Parameters
     ----------
-    schedule, chunks
-        Schedule of the backward pass, and its chunks of queries.
-    kv_tiles, parties, floats
-        Number of KV tiles of all heads, number of groups of threads of a thread block that add
-        independently, and number of sums of such a group.
+    schedule
+        Schedule of the backward pass.
+    chunks
+        Chunks of queries.
+    kv_tiles
+        Number of KV tiles of all heads.
+    parties
+        Number of groups of threads of a thread block, which add independently.
+    floats
+        Number of sums of a group.
     """
     if chunks.blocks == 1:
         params = {"head_chunks": 1, "tile_chunks": 1}

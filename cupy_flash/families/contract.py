@@ -81,14 +81,14 @@ class TranslationUnit:
 
 
 class QueryTileLists(NamedTuple):
-    """Lists of query tiles in a block mask for the backward pass: one for each KV tile.
+    """Lists of query tiles in a block mask for the backward pass: one list for each KV tile.
 
     Attributes
     ----------
     group
-        Number of query heads that share lists: those of a KV head.
+        Number of query heads of a KV head, which use the same lists.
     stores_pairs
-        Whether the visible pairs of partial tiles are stored, too.
+        Whether the block mask also stores the visible pairs of entries that are not full.
     """
 
     group: int

@@ -32,7 +32,7 @@ _FIXED_BYTES = 16
 _FLAGS_OF_WORD = 16
 
 
-# Entry of the kernel that computes the gradient of a bias.
+# Name of the entry point of the kernel that computes the gradient of a bias.
 BIAS_ENTRY = "bias_gradients"
 
 
@@ -43,12 +43,12 @@ class BiasPlan:
     Attributes
     ----------
     launch
-        Launch of the kernel with the entry `BIAS_ENTRY`.
+        Launch of the kernel with the entry point `BIAS_ENTRY`.
     parts
-        Number of thread blocks over which the score tiles of one tile of the gradient are split.
-        Another kernel adds their partial sums.
+        Number of thread blocks, or clusters, that divide the score tiles of one gradient tile. If
+        there are several, another kernel adds their partial sums.
     runs
-        Number of bytes in the workspace for sums of runs of score tiles.
+        Size in bytes of the compensated sums of runs of score tiles in the workspace.
     """
 
     launch: Launch

@@ -161,7 +161,7 @@ class BlockMaskSpec(NamedTuple):
         return self.batch if mask.of_batch else 1, self.heads_q if mask.of_head else 1
 
     def heads_per_list(self, mask: MaskSource) -> int:
-        """Return the number of heads with block masks of their own that share lists, or 0."""
+        """Return the number of block masks, one per head, that a list covers; 0 without lists."""
         if self.lists is None:
             return 0
         return self.lists.group if mask.of_head else 1
@@ -184,8 +184,9 @@ class Layout:
     Attributes
     ----------
     full, slots_after, tiles, visible_pairs, bytes
-        Byte offsets of the arrays after the first one, `nonempty`, and total number of bytes. Lists
-        of query tiles, and the bits of their keys, are stored in place of `tiles`.
+        Byte offsets of the arrays after the first one, `nonempty`, and total number of bytes. At
+        `tiles`, a block mask for the backward pass has its lists of query tiles, and the bits of
+        their keys.
     slots
         Largest number of blocks of a row group whose visible pairs are stored.
     lists

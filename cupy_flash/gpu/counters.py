@@ -136,8 +136,8 @@ def shared(count: int, device: int, stream: int) -> Shared:
     -------
     Shared
         Counters on the device, for the next kernels on the stream. The kernels must leave them
-        zero, and `Shared.launched` must be called after their launch. If the stream is
-        being captured, the counters belong to that launch for the life of the process.
+        zero, and `Shared.launched` must be called after their launch. If the stream is being
+        captured, the counters belong to that launch for the life of the process.
 
     Raises
     ------

@@ -55,7 +55,7 @@ class ScoreSpec:
     block_mask_suffices
         Whether a block mask covers all pairs that `cuda_source` masks (`calls/gpu/block_masks.py`).
     mask_varies
-        Whether the user's mask differs between sequences, and between query heads.
+        Whether the user's mask depends on the batch index, and on the query head.
     block
         Rows and keys of the blocks in which the user's mask is constant, or None.
     reads_pairs

@@ -3,12 +3,12 @@
 // As in mma.cu, a CTA owns a KV tile, whose dk and dv it keeps in registers, and iterates over the
 // query tiles of all query heads. The CTAs of a head add their dq of a query tile in a fixed order
 // (dq/semaphore.cuh). Here query tiles go from the first to the last, and CTAs of later keys add
-// first; with a causal mask, the last heads are processed in the opposite order (dq/order.cuh).
+// first. With a causal mask, the last section of heads has the opposite order (dq/order.cuh).
 // Either the last CTA of that order writes dq (`last_writes`), or another kernel does.
 //
 // Two consumer warpgroups issue wgmma: each has half of the keys (hopper/consumer.cuh) or, for wide
 // heads, half of the products (hopper/split_consumers.cuh). Warps of the producer warpgroup load
-// tiles and add dq (hopper/producer_warps.cuh). For wide heads, two CTAs may be a cluster, which
+// tiles and add dq (hopper/producer_warps.cuh). For wide heads, two CTAs may form a cluster, which
 // counts as one CTA in the dq order (hopper/cta.cuh).
 #include "backward/hopper/consumer.cuh"
 #include "backward/hopper/listed_tiles.cuh"
@@ -44,7 +44,7 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
     ptx::prefetch_tensormap(&maps.v);
     ptx::prefetch_tensormap(&maps.dout);
   }
-  // Nothing may be sent to a CTA before its barriers are initialized.
+  // A CTA must not send anything to its peer CTA before the peer has initialized its barriers.
   sync_start<Cta::ranks>();
   // The shuffle tells the compiler that `warp` is uniform within a warp.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
@@ -79,8 +79,8 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
       HopperKeyConsumer<Config>(cta, 1).run();
     }
   }
-  // Then both CTAs have received all dS, so that no copy is in flight when one of them exits. Warps
-  // that exchange scores wait for their peers themselves.
+  // No CTA may exit while a copy of dS is in flight, so the CTAs of a pair wait for each other.
+  // Warps that exchange scores need no wait here, because each waits for its peer warp.
   if constexpr (Cta::exchanges_ds) wait_for_cluster<Cta::ranks>();
 }
 

@@ -1,10 +1,18 @@
-// Sequence of query tiles of a CTA whose mask is a function: the list that the block mask has for
-// its KV tile (block_mask/build_lists.cu). Query tiles without visible pairs are not in the list,
-// and no CTA waits for another one at such a tile.
+// Sequence of query tiles of a CTA if functions mask pairs. The block mask has a list for each KV
+// tile (block_mask/build_lists.cu), with the query tiles that have a visible pair with the KV tile.
+// Other query tiles are skipped, and their dq order does not include the CTA of the KV tile.
 //
-// An entry holds the CTA's index in the dq order, which counts the CTAs of later keys that have the
-// query tile in their lists. Kernels start the CTAs of later keys first (`FromLast` in
-// tile_coord.cuh), so a CTA waits only for CTAs of smaller blockIdx, whatever the mask is.
+// An entry of a list holds the index of the CTA in the dq order of the query tile: the number of
+// later KV tiles whose lists contain the query tile, too. In this example, a number is the index,
+// and a dot is a tile without visible pairs:
+//
+//                  query tile  0   1   2   3
+//   CTA of KV tile 2           .   0   .   0    starts first
+//                  1           0   .   .   1    waits for CTA 2 at query tile 3
+//                  0           1   .   0   2    starts last, waits for CTA 1 at query tiles 0, 3
+//
+// Kernels start the CTAs of later keys first (`FromLast` in tile_coord.cuh). For every mask, a CTA
+// thus waits only for CTAs of smaller blockIdx.
 #pragma once
 
 #include "block_mask/query_tile_lists.cuh"
@@ -20,7 +28,7 @@ struct ListedCta : Cta {
 
   struct Step : QueryTileEntry {
     int head;
-    int index;  // of the entry in all lists
+    int index;  // index of the entry among those of all lists
 
     __device__ Step(unsigned entry, int head, int index) : head(head), index(index) {
       memcpy(static_cast<QueryTileEntry*>(this), &entry, sizeof(entry));
@@ -45,7 +53,8 @@ struct ListedCta : Cta {
     return step_at(step.head + 1, first_index());
   }
 
-  // Returns whether a step needs the mask. The keys of a prefix are not in the block mask's band.
+  // Returns whether a step needs the mask. With a prefix, entries ignore the causal or window band,
+  // so the position is tested as well.
   __device__ bool is_masked(const Step& step) const {
     if (!step.is_full) return true;
     return Config::prefix && Base::is_masked({step.head, int(step.tile)});
@@ -73,7 +82,7 @@ struct ListedCta : Cta {
   }
 };
 
-// State of a CTA with the sequence of query tiles that `Config` requires: `Listed` for lists.
+// Selects the state of a CTA by its sequence of query tiles: `Listed` with lists, otherwise `Cta`.
 template <class Config, class Cta, class Listed = ListedCta<Config, Cta>,
           bool has_lists = Config::block_mask>
 struct CtaWithSteps {

@@ -3,8 +3,8 @@
 // which another kernel first writes preswizzled tiles (preprocess/preswizzle.cuh).
 //
 // FlashAttention-2 (Dao 2023, algorithm 2): a CTA owns a KV tile, whose dk and dv it keeps in
-// registers. It iterates over the query tiles of all query heads, from the last to the first or, if
-// functions mask pairs, in the order of lists (listed_tiles.cuh):
+// registers. It iterates over the query tiles of all query heads, from the last to the first or,
+// with lists of query tiles, in the order of its list (listed_tiles.cuh):
 //
 //   S^T = K Q^T,  dP^T = V dO^T,  P and dS from these,  dV += P^T dO,  dK += dS^T Q,  dQ = dS K
 //
@@ -12,17 +12,17 @@
 // transposed, so that a warp's P^T and dS^T are already in registers as left operands of dV and dK.
 // If a warp's registers cannot hold whole rows of dk and dv, `query_warps` warps have the same
 // keys. Each then computes the scores of some of the queries and sums some of the columns of dk and
-// dv, and the warps exchange P^T and dS^T through shared memory. Above head_dim 256, a tile has too
-// few queries for that. A warp then computes the scores of eight queries, and all warps read P^T
-// and dS^T of all queries from shared memory.
+// dv, and the warps exchange P^T and dS^T through shared memory. Above head_dim 256, shared memory
+// has space for few queries. A warp then computes the scores of eight queries. As a left operand
+// has at least 16 queries, all warps read P^T and dS^T of all queries from shared memory.
 #include "backward/mma/products.cuh"
 #include "backward/dq/accumulate.cuh"
 #include "backward/dq/semaphore.cuh"
 
 #if __CUDA_ARCH__ >= 800
 
-// Keys of a lane that have a visible pair, detected by sums of P or, with `HasBits`, by bits of
-// visible pairs. Bits take fewer registers.
+// Records which keys of a lane have a visible pair: by sums of P or, with `HasBits`, by the bits of
+// visible pairs, which take fewer registers.
 template <class Softmax, int row_tiles, int columns, bool HasBits>
 struct VisibleKeysOf {
   using Scores = float[row_tiles][columns / 8][4];
@@ -94,9 +94,9 @@ struct MmaGradients : MmaGradientProducts<Config> {
   using typename Base::Left;
   using typename Base::Units;
 
-  // Whether functions that mask pairs are evaluated before the products of a tile, and not with the
-  // scores. In tiles of lists this takes fewer registers: with head_dim 64 and documents, the kernel
-  // spills 60 instead of 1284 bytes (sm_90).
+  // Whether functions that mask pairs are evaluated before the products of a tile, and not together
+  // with the scores. This takes fewer registers: with a document mask, the kernel spills 60 instead
+  // of 1284 bytes (head_dim 64, sm_90).
   static constexpr bool finds_pairs = Config::block_mask && Config::Mods::masks_pairs;
   // `SoftmaxBackward` of the scores that a lane holds.
   using Softmax = SoftmaxBackward<Config, columns / 4, 2 * row_tiles, GradientParams, PairsOnDemand,
@@ -154,7 +154,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     release_semaphore();
   }
 
-  // Adds dk and dv of the earlier chunks of queries; returns whether this is the last chunk.
+  // Adds dk and dv of the earlier chunks of queries. Returns whether this is the last chunk.
   __device__ bool merge_chunks() {
     const QueryChunkSums<Config, 1, threads> chunks = {p, coord, sequence};
     constexpr int of_keys = row_tiles * 2 * Columns::steps;
@@ -211,8 +211,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
   }
 
   // Computes P^T and dS^T of the warp's keys and of `columns` queries of the tile from `first` on,
-  // and adds their contributions to the warp's columns of dk and dv. With `shares_operands`, only
-  // writes P^T and dS^T to shared memory.
+  // and adds their contributions to the warp's columns of dk and dv. With `shares_operands`, writes
+  // P^T and dS^T to shared memory instead.
   template <bool First>
   __device__ void compute_pairs(int stage, int head, int tile, int first, bool is_masked) {
     const unsigned query_rows = queries_address(stage) + first * Layout::row_bytes;
@@ -258,7 +258,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
   }
 
-  // Return the softmax backward of a head, and the arguments of its functions.
+  // Return the `SoftmaxBackward` of a head, and the arguments of its functions.
   __device__ Softmax softmax_of(int head, float scale_log2, VisiblePairs visible_pairs = 0) const {
     return {p,
             mask,
@@ -271,7 +271,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
             {},
             visible_pairs};
   }
-  // `first` is the first of the queries whose scores the warp computes, within the tile.
+  // `first` is the index in the tile of the first query whose scores the warp computes.
   __device__ int first_query(int first) const { return first + lane % 4 * 2; }
   __device__ auto rows_from(int tile, int first) const {
     const int row = tile * Br + first_query(first);
@@ -282,7 +282,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     return [](int n) { return n / 2 * 16 + n % 2 * 8; };
   }
 
-  // Returns the visible pairs of a masked tile, if `finds_pairs`.
+  // Returns the visible pairs of a masked tile if `finds_pairs`, otherwise 0.
   __device__ VisiblePairs find_visible_pairs(int head, int tile, int first, bool is_masked) const {
     if constexpr (finds_pairs) {
       if (is_masked) {
@@ -347,7 +347,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
   }
 
   // Adds the contributions of P^T and dS^T of the other warps with the same keys to dk and dv. With
-  // `shares_operands`, adds those of all warps.
+  // `shares_operands`, adds the contributions of all warps with the same keys.
   __device__ void add_other_warps(int stage) {
     if constexpr (shares_operands) {
 #pragma unroll
@@ -364,7 +364,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
   }
 
-  // Adds the contributions of P^T and dS^T in shared memory of the queries from `first` on.
+  // Adds the contributions of `operand_columns` queries from `first` on, whose P^T and dS^T are in
+  // shared memory.
   __device__ void add_shared_products(int stage, int first) {
     Left left;
     if constexpr (wants_v) {
@@ -385,14 +386,16 @@ struct MmaGradients : MmaGradientProducts<Config> {
   }
 
   __device__ void add_dq(int stage, int head, int tile, int order_index) {
-    // If this loop is unrolled, ptxas keeps the addresses of all parts in registers, and spills.
+    // If this loop were unrolled, ptxas would keep the addresses of all parts in registers and
+    // spill.
 #pragma unroll 1
     for (int first = 0; first < DqColumns::steps; first += dq_steps) {
       add_dq_columns(stage, head, tile, order_index, first);
     }
   }
 
-  // Adds the warp's columns of dq from 16 * `first` on, as many as its registers hold at once.
+  // Computes `dq_steps` times 16 of the warp's columns of dq, starting at column 16 * `first`, and
+  // adds them to memory.
   __device__ void add_dq_columns(int stage, int head, int tile, int order_index, int first) {
     static_assert(DqColumns::steps % dq_steps == 0, "equally many columns at once");
     const DqAccumulator<Fragments, 2 * dq_steps> accumulator(
@@ -441,8 +444,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
     return is_visible;
   }
 
-  // If modifications mask pairs, combines `visible_keys` of the warps that have the same keys into
-  // flags.
+  // If modifications mask pairs, combines `visible_keys` of the warps with the same keys: sets a
+  // flag in shared memory for each key that has a visible pair.
   __device__ void combine_visible_keys() {
     int* flags = reinterpret_cast<int*>(memory + stages_offset);
     static_assert(stages * stage_bytes >= Bc * int(sizeof(int)), "the stages hold a flag per key");
@@ -531,7 +534,8 @@ template <class Config>
 __device__ void mma_gradients(const GradientParams& p) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   // With a causal mask, the first KV tiles have the most query tiles, so their CTAs start first.
-  // In the dq order of lists, the last KV tiles are first (backward/listed_tiles.cuh).
+  // With lists of query tiles, the last KV tiles start first, as the dq order requires
+  // (backward/listed_tiles.cuh).
   const GradientTileCoord coord =
       gradient_tile_coord<Config, Config::Bc, true, Config::block_mask>(p, blockIdx.x);
   const Sequence sequence = sequence_of<Config>(p, coord.batch);

@@ -32,13 +32,14 @@ struct GradientParams : Params {
   void* bias_parts;    // partial sums of dbias in the workspace, see inputs/bias.cuh
   void* bias_runs;     // sums of runs in the workspace, see hopper/bias_gradients.cuh
   void* capture_sums;  // sums of dcaptures in the workspace, see inputs/captures.cuh
-  // With Config::splits_queries: sums of dk and dv of KV tiles in the workspace, after their
-  // semaphores, and the number of chunks of query heads and of query tiles, see query_chunks.cuh.
+  // With Config::splits_queries (query_chunks.cuh): array in the workspace of `kv_semaphores`
+  // semaphores, followed by sums of dk and dv of KV tiles; and the number of chunks of query heads
+  // and of query tiles.
   void* kv_sums;
   int kv_semaphores;
   int head_chunks;
   int tile_chunks;
-  int ascending_blocks;  // with Config::may_descend, see tile_coord.cuh
+  int ascending_blocks;  // CTAs before the last section, with Config::may_descend (tile_coord.cuh)
 #ifdef CUPY_FLASH_MODIFIED
   // Contiguous gradients of captured arrays, by the number in generated code; null if not wanted.
   void* dcaptures[Mods::differentiable > 0 ? Mods::differentiable : 1];

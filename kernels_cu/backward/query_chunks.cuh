@@ -1,10 +1,17 @@
-// Chunks of queries: several CTAs divide the query heads of a KV tile, or the query tiles of each
-// head, and dk and dv of the tile are sums over these CTAs. They add in the order of the chunks, so
-// that results are bitwise equal if a call is repeated:
+// Chunks of queries: several CTAs have the same KV tile, and each processes a chunk of its queries.
+// A chunk is a part of the query heads of the KV head, a part of the query tiles of each head, or
+// both. dk and dv of the KV tile are sums over the chunks. The CTAs add them in the order of the
+// chunks, so that results are bitwise equal if a call is repeated. The sums are in the workspace,
+// and each KV tile has a semaphore that counts the chunks that have been added:
 //
-//   first chunk   stores its sums                                     releases the semaphore
-//   next chunks   wait for the semaphore, load the sums, add, store   release the semaphore
-//   last chunk    waits, loads the sums, adds, and writes dk and dv
+//   chunk 0             chunk 1                        last chunk
+//   -----------------   ----------------------------   -----------------------------
+//   stores its sums
+//   releases  ------->  acquires
+//                       loads the sums, adds, stores
+//                       releases  ------------------>  acquires
+//                                                      loads the sums, adds
+//                                                      writes dk and dv
 //
 // A CTA waits only for CTAs of smaller blockIdx (tile_coord.cuh), as for dq (dq/semaphore.cuh).
 #pragma once
@@ -14,7 +21,7 @@
 #include "backward/tile_coord.cuh"
 #include "score/mask.cuh"
 
-// Returns the number of query heads of a chunk, and the first one.
+// Return the number of query heads of a chunk, and the index of the first of them.
 template <class Config>
 __device__ int heads_of_chunk(const GradientParams& p) {
   return p.heads_q / (Config::splits_queries ? p.heads_kv * p.head_chunks : p.heads_kv);
@@ -26,23 +33,25 @@ __device__ int first_head_of_chunk(const GradientParams& p, const GradientTileCo
   return coord.head * group + coord.head_chunk * heads_of_chunk<Config>(p);
 }
 
-// Range of query tiles.
+// Range [begin, end) of query tiles.
 struct ChunkTiles {
   int begin;
   int end;
 };
 
-// Returns the query tiles of a chunk among [begin, end), those that attend to the CTA's KV tile. The
-// first chunk has the query tiles that CTAs process first: the last ones if `FromLast`.
+// Returns the query tiles of a chunk. The query tiles [begin, end) attend to the CTA's KV tile, and
+// the chunks divide them. Chunk 0 has the query tiles that are processed first: the last ones if
+// `FromLast`, otherwise the first ones.
 //
-// In the dq order of a query tile, a CTA's predecessor has a KV tile whose range begins and ends
-// later (or earlier, if `FromLast`). It thus reaches the query tile in the same chunk or in an
-// earlier one, whose CTAs have smaller blockIdx.
+// This division does not make CTAs wait for CTAs of larger blockIdx. In the dq order of a query
+// tile, the predecessor of a CTA has another KV tile, whose range of query tiles begins and ends
+// later (or earlier, if `FromLast`). The query tile is therefore in the same chunk of that range or
+// in an earlier one, and CTAs of earlier chunks have smaller blockIdx.
 template <class Config, bool FromLast>
 __device__ ChunkTiles tiles_of_chunk(const GradientParams& p, const GradientTileCoord& coord,
                                      int begin, int end) {
   if constexpr (!Config::splits_queries) return {begin, end};
-  // 64 bits, because the product of the numbers of tiles and of chunks may exceed 32.
+  // The product of the numbers of tiles and of chunks may exceed 32 bits.
   const auto before = [&](int chunk) {
     return int(int64(end - begin) * chunk / p.tile_chunks);
   };
@@ -53,17 +62,20 @@ __device__ ChunkTiles tiles_of_chunk(const GradientParams& p, const GradientTile
 
 #if __CUDA_ARCH__ >= 800
 
-// Adds the dk and dv of `threads` threads to those of the earlier chunks. A CTA has `parties` groups
-// of that many threads, which add independently of one another, each in the layout of its registers.
+// Adds dk and dv of a chunk to those of the earlier chunks. A CTA has `parties` groups of `threads`
+// threads. Each group has a semaphore of its own and adds independently of the other groups. The
+// sums are stored in the order of the threads' registers.
 template <class Config, int parties, int threads>
 struct QueryChunkSums {
   const GradientParams& p;
   const GradientTileCoord& coord;
   const Sequence& sequence;
 
-  // Returns whether the CTA processes the last chunk. The registers then have the sums of all chunks.
-  // `sync` synchronizes the group. `for_each(function)` calls the function with a reference to each
-  // four registers of a thread and their index; `fours` is the number of these calls.
+  // Adds the sums of the earlier chunks to the registers of the group of index `party`. Returns
+  // whether the CTA processes the last chunk: the registers then hold the sums of all chunks, and
+  // the caller writes dk and dv. `sync` synchronizes the group. `for_each(function)` calls the
+  // function `fours` times, with a reference to four registers of the thread and the index of the
+  // call.
   template <int fours, class Sync, class ForEach>
   __device__ bool merge(int party, Sync sync, ForEach for_each) const {
     const int chunks = p.head_chunks * p.tile_chunks;
@@ -95,6 +107,7 @@ struct QueryChunkSums {
   }
 
  private:
+  // Returns the index of the KV tile among those of all heads.
   __device__ int tile_slot() const {
     const int tile = coord.begin / Config::Bc;
     if (Config::has_seqlens && p.cu_seqlens_k != nullptr) {

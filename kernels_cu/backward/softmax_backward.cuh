@@ -15,12 +15,12 @@ constexpr bool changes_slope() {
   }
 }
 
-// Loads the bias of a pair of any query row when the pair needs it.
+// Default of `SoftmaxBackward::pairs`: the bias of each pair is loaded when the pair needs it.
 struct PairsOnDemand {
   __device__ LoadOnDemand operator()(int) const { return {}; }
 };
 
-// Integer with one bit per pair: of 32 bits or, if `IsLong`, of 64.
+// Integer with one bit per pair: 64 bits if `IsLong`, otherwise 32 bits.
 template <bool IsLong>
 struct PairBits {
   using type = unsigned;
@@ -30,16 +30,15 @@ struct PairBits<true> {
   using type = unsigned long long;
 };
 
-// Softmax backward of the pairs of `Queries` rows and `Keys` keys that a thread holds.
-// `score(r, n)` is the score of query `row_of(r)` and key `first_key + step(n)`, where `step(n)` is
-// constant and grows with n. `stats(r)` returns the row statistics of query `row_of(r)`, and
-// `pairs(r)` has its bias (see `ModifiedRows`).
-// With `Listed`, unmasked tiles have no pair that functions mask; otherwise, "masked" refers to
-// positions only. With `HasVisiblePairs`, `visible_pairs` has the visible pairs of a masked tile,
-// one bit each, and neither functions nor positions are evaluated for them. The bits come from a
-// block mask or from `find_visible_pairs()`.
-// `AnyParams` is a template parameter because only translation units with modifications have
-// `p.mods`.
+// Softmax backward of the pairs of `Queries` rows and `Keys` keys that a thread holds. `score(r,
+// n)` is the score of query `row_of(r)` and key `first_key + step(n)`, where `step(n)` is constant
+// and grows with n. `stats(r)` returns the row statistics of query `row_of(r)`, and `pairs(r)`
+// returns an object that provides its bias (see `ModifiedRows`). With `Listed`, an unmasked tile
+// has no pair that functions or positions mask. Otherwise, it has no pair that positions mask, and
+// functions are evaluated for it, too. With `HasVisiblePairs`, `visible_pairs` holds one bit for
+// each pair of a masked tile, and neither functions nor positions are evaluated. The bits come from
+// a block mask or from `find_visible_pairs()`. `AnyParams` is a template parameter because only
+// translation units with modifications have `p.mods`.
 template <class Config, int Queries, int Keys, class AnyParams = GradientParams,
           class Pairs = PairsOnDemand, bool Listed = false, bool HasVisiblePairs = false>
 struct SoftmaxBackward {
@@ -47,7 +46,7 @@ struct SoftmaxBackward {
   using Mods = typename Config::Mods;
   using Math = SoftmaxMath<T>;
   using VisiblePairs = typename PairBits<(Queries * Keys > 32)>::type;
-  // Whether functions are evaluated for tiles that are, or are not, masked.
+  // Whether functions that mask pairs are evaluated, for masked or for unmasked tiles.
   template <bool Masked>
   static constexpr bool masks_pairs =
       Mods::masks_pairs && !HasVisiblePairs && (Masked || !Listed);
@@ -65,7 +64,7 @@ struct SoftmaxBackward {
   Pairs pairs = {};
   VisiblePairs visible_pairs = 0;
 
-  // Returns the bit of a pair in `visible_pairs`. If there are two keys, the order of the bits is
+  // Returns the index of a pair's bit in `visible_pairs`. With two keys, the order of the bits is
   // that of `TransposedPairs`.
   __device__ static int bit(int r, int n) { return r / 2 * (2 * Keys) + 2 * n + r % 2; }
 
@@ -77,8 +76,8 @@ struct SoftmaxBackward {
     return (pairs & of_key) != 0;
   }
 
-  // Returns the visible pairs of a masked tile. Callers evaluate the mask before the products of a
-  // tile, whose accumulators would leave too few registers for it.
+  // Evaluates the mask of a masked tile, and returns its visible pairs. Callers do so before the
+  // products of the tile, because their accumulators would leave too few registers.
   template <class RowOf, class Step>
   __device__ VisiblePairs find_visible_pairs(RowOf row_of, int first_key, Step step) const {
     VisiblePairs found = 0;
@@ -204,7 +203,8 @@ struct SoftmaxBackward {
     return visible;
   }
 
-  // Returns whether a pair is visible by position or, if `HasVisiblePairs`, is visible.
+  // Returns whether a pair of a masked tile is visible by its position or, if `HasVisiblePairs`,
+  // whether it is visible at all.
   template <class Step>
   __device__ bool is_visible_pair(const VisibleRange& visible, int r, int n, Step step) const {
     if constexpr (HasVisiblePairs) return visible_pairs >> bit(r, n) & 1;

@@ -38,7 +38,8 @@ struct GradientTiling {
   }
 };
 
-// Returns whether the CTA belongs to the last section, see gradient_tile_coord().
+// Returns whether the CTA belongs to the last section, whose order is the opposite one, see
+// gradient_tile_coord().
 __device__ inline bool descends(const GradientParams& p) {
   return int(blockIdx.x) >= p.ascending_blocks;
 }
@@ -49,15 +50,14 @@ __device__ inline bool descends(const GradientParams& p) {
 // order or, if `FromLast`, reversed. Callers choose the order that starts with the longest tiles of
 // a causal mask or, for Hopper, the dq order (dq/order.cuh).
 //
-// With `Config::splits_queries`, each KV tile has a CTA for each chunk of its queries
-// (query_chunks.cuh). Each chunk then counts as a KV head: the first chunks of all heads precede the
-// second ones, so that a chunk's CTA of a KV tile has usually ended when the next chunk's does.
+// With `Chunks`, each KV tile has a CTA for each chunk of its queries (query_chunks.cuh). Each
+// chunk then counts as a KV head. The first chunks of all heads precede the second chunks, so that
+// the CTA of a chunk has usually ended before the CTA of the next chunk of the same KV tile needs
+// its sums.
 //
-// With `Config::may_descend`, CTAs from `p.ascending_blocks` on belong to one last section, whose
-// tiles are in order even if `FromLast`: at the end of the kernel, the longest tiles of a causal mask
-// should not start last (dq/order.cuh).
-//
-// Without `Chunks`, a KV tile has one CTA in any case.
+// With `Config::may_descend`, the CTAs from `p.ascending_blocks` on form one last section, whose
+// tiles are in order even if `FromLast`, so that the longest tiles of a causal mask do not start
+// last (dq/order.cuh).
 template <class Config, int Rows, bool OfKv, bool FromLast,
           bool Chunks = OfKv && Config::splits_queries>
 __device__ GradientTileCoord gradient_tile_coord(const GradientParams& p, int block) {

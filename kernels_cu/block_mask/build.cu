@@ -23,7 +23,7 @@ struct BlockMaskParams {
   int Bc;
   int query_tiles;
   int row_groups;  // number of row groups per query tile
-  int heads_per_list;  // number of the `heads` that share a list of query tiles; 0 without lists
+  int heads_per_list;  // number of `heads` per list of query tiles; 0 without lists
   // Causal or window band: only the keys from `left` before a row's position to `right` after it
   // are considered.
   // Positions may be 2^31 apart, so sums with `left` and `right` need 64 bits.

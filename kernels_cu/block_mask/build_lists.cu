@@ -1,25 +1,34 @@
 // Builds a block mask for the backward pass, where a CTA owns a KV tile and iterates over query
-// tiles. Two kernels follow those of build.cu: `list_query_tiles` writes for each KV tile the list
-// of query tiles that have a visible pair with it, and their places in the dq order.
-// `store_pairs` writes the visible pairs of the entries that are not full, one bit each, and which
-// keys have a visible pair.
+// tiles. The kernels run one after another and communicate through the block mask:
 //
-// The heads that share a list are the query heads of a KV head. If their masks differ, the list has
-// the query tiles that any of these heads visits, so that all of them have the same dq order.
+//   build (build.cu)   evaluates the mask   ->  bits of nonempty blocks and of full blocks
+//   list_query_tiles   reads these bits     ->  a list of query tiles for each KV tile
+//   store_pairs        reads the lists,     ->  visible pairs of entries that are not full, and
+//                      evaluates the mask       the keys that have a visible pair
+//
+// The list of a KV tile contains the query tiles that have a visible pair with it, in ascending
+// order. Lists have equal space, and the entries after the last one are `no_entry`:
+//
+//   KV tile 0   tile 0 | tile 1 | tile 3, ends_list | no_entry
+//           1   tile 3, ends_list | no_entry | no_entry | no_entry
+//
+// An entry also holds an index in the dq order (backward/listed_tiles.cuh). The query heads of a KV
+// head use the same list. If their masks differ, the list contains the query tiles that any of
+// these heads needs, so that all of them have the same dq order.
 #include "block_mask/build.cu"
 #include "block_mask/query_tile_lists.cuh"
 
 namespace block_mask {
 
-// Blocks of the heads that share the lists of one batch and KV head.
+// Blocks of the query heads that use the lists of one batch entry and KV head.
 struct ListedBlocks {
   const BlockMaskParams& p;
-  int64 first_head;  // index among all heads of all batches
+  int64 first_head;  // index of the first of these heads among those of all batch entries
 
   __device__ ListedBlocks(const BlockMaskParams& p, int64 list_head)
       : p(p), first_head(list_head * p.heads_per_list) {}
 
-  // Returns a word of the bits of a query tile's nonempty blocks, for any of the heads.
+  // Returns a word of bits: whether a block of the query tile is nonempty for any of the heads.
   __device__ unsigned nonempty(int tile, int word) const {
     unsigned any = 0;
     for (int head = 0; head < p.heads_per_list; ++head) {
@@ -27,7 +36,7 @@ struct ListedBlocks {
     }
     return any;
   }
-  // The same for the bits of blocks that are full for all heads.
+  // Returns a word of bits: whether a block of the query tile is full for all of the heads.
   __device__ unsigned full(int tile, int word) const {
     unsigned all = ~0u;
     for (int head = 0; head < p.heads_per_list; ++head) {
@@ -42,7 +51,7 @@ struct ListedBlocks {
   }
 };
 
-// Returns whether all pairs of a query tile and a key block exist and are inside of the band.
+// Returns whether all pairs of a query tile and a key block exist and are inside the band.
 __device__ inline bool is_inside_band(const BlockMaskParams& p, int tile, int key_block) {
   const Block block(p, tile, key_block);
   return (tile + 1) * p.group_rows <= p.seqlen_q && (key_block + 1) * p.Bc <= p.seqlen_k &&
@@ -68,7 +77,8 @@ __device__ inline QueryTileEntry list_entry(const BlockMaskParams& p, const List
   return entry;
 }
 
-// Kernel: one warp per list. Each lane tests one query tile at a time.
+// Kernel with one warp per list. Each lane tests one query tile at a time. A ballot gives the lanes
+// the positions of their entries in the list.
 __device__ inline void list_query_tiles(const BlockMaskParams& p) {
   const int64 list = int64(blockIdx.x) * warps + threadIdx.x / lanes;
   const int64 list_head = list / p.map.key_blocks;
@@ -98,8 +108,8 @@ __device__ inline void list_query_tiles(const BlockMaskParams& p) {
   }
 }
 
-// Kernel: one CTA per entry. Each thread evaluates the 32 pairs of one word at a time. The lists
-// belong to one head each.
+// Kernel with one CTA per entry. Each thread evaluates the 32 pairs of one word at a time. It runs
+// only if the query heads of a KV head have the same mask.
 __device__ inline void store_pairs(const BlockMaskParams& p) {
   using Pairs = TransposedPairs;
   const int64 list = blockIdx.x / p.query_tiles;

@@ -4,20 +4,22 @@
 
 #include "block_mask/block_mask.cuh"
 
-// Query tile in the list of a KV tile. The CTAs of KV tiles add to its dq in a fixed order.
+// Entry in the list of a KV tile: a query tile, and the index of the KV tile's CTA in its dq order.
 struct QueryTileEntry {
   unsigned tile : 16;
   unsigned order_index : 13;  // index of the CTA of the KV tile in the dq order of the query tile
   unsigned is_full : 1;       // all pairs exist and are visible, also in the causal or window band
   unsigned is_last_cta : 1;   // the CTA of the KV tile is the last one in the dq order
-  unsigned ends_list : 1;
+  unsigned ends_list : 1;     // the entry is the last one of its list
 };
 
-// Word after the end of a list. No entry equals it, because a list has no 65536 query tiles.
+// Word after the end of a list. No entry equals it, because the host allows fewer than 65536 query
+// tiles.
 constexpr unsigned no_entry = 0xffffffff;
 
-// Visible pairs of a query tile and a KV tile, in the order in which consumers of the backward pass
-// hold transposed scores: one word per thread of a warpgroup and block of 64 keys x 64 rows.
+// Bits of the visible pairs of a query tile and a KV tile. Their order is that in which consumers
+// of the Hopper backward pass hold transposed scores: for each block of 64 keys x 64 rows, one word
+// per thread of a warpgroup.
 struct TransposedPairs {
   static constexpr int threads = 128;
   static constexpr int side = 64;
@@ -37,13 +39,14 @@ struct TransposedPairs {
   __device__ static unsigned bits_of_key(int n) { return 0x33333333u << 2 * n; }
 };
 
-// Arrays of a block mask that take the place of its sorted tiles and of its slots.
+// Arrays of a block mask for the backward pass. They are stored instead of the sorted query tiles
+// and of the slots that the forward pass reads.
 struct QueryTileLists {
   const BlockMask& map;
 
-  // Array (batches, KV heads, key blocks, query tiles): for each key block, the query tiles that
-  // have a visible pair with it, in ascending order. Batches, and heads, with the same mask share
-  // lists.
+  // Array (batches, KV heads, key blocks, query tiles): for each key block, the entries of the
+  // query tiles that have a visible pair with it, in ascending order. If the mask does not depend
+  // on the batch entry, or on the head, that axis has length 1.
   __device__ unsigned* words() const {
     return reinterpret_cast<unsigned*>(map.memory + map.tiles_offset);
   }
@@ -54,13 +57,13 @@ struct QueryTileLists {
         (map.batch_stride != 0 ? batch * heads : 0) + (map.head_stride != 0 ? head_kv : 0);
     return list_head * map.key_blocks + key_block;
   }
-  // Returns the bits of the keys of a list's key block that have a visible pair, if the visible
-  // pairs are stored; otherwise all are 0.
+  // Returns one bit for each key of a list's key block: whether it has a visible pair. If visible
+  // pairs are not stored, all bits are 0.
   __device__ unsigned* visible_keys(int64 list, int query_tiles, int Bc) const {
     return words() + int64(map.lists) * query_tiles + list * (Bc / 32);
   }
-  // Returns the visible pairs of a partial entry, by its index in `words()`. Each entry has space
-  // for `bytes`, one bit per pair (`TransposedPairs`).
+  // Returns the visible pairs of the entry of this index in `words()`, which is not full. Each
+  // entry has space for `bytes` bytes: one bit per pair, in the order of `TransposedPairs`.
   __device__ unsigned* pairs(int64 index, int bytes) const {
     return reinterpret_cast<unsigned*>(map.memory + map.pairs_offset + index * bytes);
   }

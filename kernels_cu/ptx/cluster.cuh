@@ -38,8 +38,9 @@ __device__ inline void st_async(unsigned shared, const float (&x)[4], unsigned b
       : "memory");
 }
 
-// cp.async.bulk: copies `bytes` of this CTA's shared memory to `target` in another CTA, and
-// completes them on `barrier`, an mbarrier of that CTA. Addresses and `bytes` are multiples of 16.
+// cp.async.bulk: copies `bytes` bytes of this CTA's shared memory to `target`, an address in
+// another CTA of the cluster. The bytes complete on `barrier`, an mbarrier of that CTA. Addresses
+// and `bytes` must be multiples of 16.
 __device__ inline void cp_async_bulk_to_cta(unsigned target, unsigned shared, int bytes,
                                             unsigned barrier) {
   asm volatile(

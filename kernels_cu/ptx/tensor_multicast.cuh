@@ -1,4 +1,5 @@
-// Wrappers of TMA instructions that load a box of a tensor into several CTAs of a cluster, or into L2.
+// Wrappers of TMA instructions that load a box of a tensor into several CTAs of a cluster or into
+// L2.
 #pragma once
 
 #include "ptx/sm90a.cuh"
@@ -6,8 +7,8 @@
 namespace ptx {
 
 // cp.async.bulk.tensor.4d.multicast: like `cp_async_bulk_tensor_4d`, but loads the box into the
-// shared memory of each CTA whose bit is set in `ranks`, and completes its bytes on the barrier at
-// the same address in that CTA.
+// shared memory of each CTA whose bit is set in `ranks`. In each of these CTAs, the bytes complete
+// on the barrier at the same address.
 __device__ inline void cp_async_bulk_tensor_4d_multicast(unsigned shared, const TensorMap* map,
                                                          int c0, int c1, int c2, int c3,
                                                          unsigned barrier, int ranks,

@@ -119,7 +119,7 @@ def test_heads_over_256_columns_are_refused_if_scores_are_modified_or_batches_no
 
 
 def launches_of(schedule: Schedule) -> dict[str, tuple[tuple[int, int, int], int]]:
-    """Return the grid and the cluster of each launch."""
+    """Return the grid and the cluster size of each launch, by entry point."""
     return {launch.entry: (launch.grid, launch.cluster) for launch in schedule.launches}
 
 
@@ -136,7 +136,7 @@ def test_two_thread_blocks_of_a_cluster_have_half_of_the_columns_of_wide_heads()
     # Each dq tile has one semaphore and the sums of both thread blocks.
     sums = 63 * 4 * 4 * 64 * 4
     assert of_divided.workspace - of_whole.workspace == sums * 256
-    # A buffer and two barriers of each consumer warp receive the sums of the other thread block.
+    # Each consumer warp has a buffer and two barriers for the sums of the other thread block.
     more = hopper.shared_memory(divided, tile) - hopper.shared_memory(whole, tile)
     assert more == 8 * (16 * 64 * 4 + 2 * 8)
 
@@ -147,7 +147,7 @@ def test_clusters_of_the_last_section_are_half_as_many() -> None:
         blocks, params = blocks_and_params(causal=True, **how)
         return blocks - params["ascending_blocks"]
 
-    # 132 clusters are 33 heads of 4 pairs of KV tiles, and about 16 heads of 8 KV tiles.
+    # The last section has 132 clusters: 33 heads of 4 pairs of KV tiles, or 16 heads of 8 KV tiles.
     assert (last(256), last(512)) == (33 * 4, 16 * 8)
 
 
@@ -212,7 +212,7 @@ def test_tensor_maps_are_of_what_is_read_and_boxes_are_tiles() -> None:
         ((192, 128), (192, 128)),
         ((64, 192), (128, 192)),
         ((200, 200), (256, 256)),
-        # Above 256, columns of each thread block of a cluster.
+        # Above 256, the numbers of columns are those of each thread block of a cluster.
         ((264, 264), (192, 192)),
         ((384, 384), (192, 192)),
         ((392, 512), (256, 256)),
@@ -318,7 +318,8 @@ def test_a_pair_shares_two_kv_tiles_and_half_of_a_dq_buffer() -> None:
     # One thread block converts all columns of a dq tile.
     assert found["query_gradients"][0][2] == 1
     more = hopper.shared_memory(of, pair) - hopper.shared_memory(of, single)
-    # The peer's keys and dS, their barriers, and half of the buffer.
+    # A pair adds the peer's keys, three buffers of its dS and their barriers. It saves half of the
+    # dq buffer.
     assert more == 64 * 96 * 2 + 3 * (64 * 64 * 2 + 8) - 64 * 96 * 4
 
 
@@ -364,7 +365,7 @@ def test_heads_are_interleaved_as_far_as_l2_holds_what_they_move() -> None:
 
 
 def blocks_and_params(**how: Any) -> tuple[int, dict[str, int]]:
-    """Return the number of thread blocks that compute dk and dv, and fields of the struct."""
+    """Return the number of thread blocks that compute dk and dv, and fields of the parameters."""
     schedule = schedule_of(problem(**how))
     (blocks,) = (x.grid[0] for x in schedule.launches if x.entry == "key_gradients")
     return blocks, dict(schedule.params)
@@ -380,9 +381,9 @@ def blocks_and_params(**how: Any) -> tuple[int, dict[str, int]]:
         ({"heads_kv": 1}, 16, 1),
         ({"causal": True, "heads_kv": 1, "seqlen": 100}, 32, 1),
         ({"causal": True, "heads_kv": 1, "head_dim": 256}, 1, 1),
-        # 64 KV tiles of two heads: two thread blocks for each on 132 SMs.
+        # 64 KV tiles on 132 SMs: two thread blocks for each.
         ({"heads": 1, "seqlen": 4096}, 1, 2),
-        # One KV tile, and 1 query tile of 64 rows, which is not divided.
+        # One KV tile and one query tile, which is not divided.
         ({"heads": 1, "seqlen": 64}, 1, 1),
     ],
     ids=str,
@@ -402,7 +403,7 @@ def test_chunks_have_sums_and_semaphores_in_the_workspace() -> None:
     divided = schedule_of(problem(batch=1, seqlen=256, heads=2, heads_kv=1))
     assert "kv_sums" not in whole.workspace_offsets
     assert divided.workspace_offsets["kv_sums"] == whole.workspace
-    # Two KV tiles, each with float32 sums of dk and dv. Their semaphores take 512 bytes.
+    # There are two KV tiles, each with float32 sums of dk and dv. The semaphores take 512 bytes.
     assert divided.workspace - whole.workspace == 512 + 2 * 128 * (128 + 128) * 4
 
 

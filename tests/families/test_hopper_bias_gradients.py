@@ -66,7 +66,7 @@ def test_the_kernel_serves_every_broadcast(kept: tuple[int, ...], causal: bool) 
     assert made.device is not None
     assert launch.function == HOPPER
     assert launch.shared_memory <= made.device.shared_memory_per_block
-    # Thread blocks of a cluster have different rows.
+    # Thread blocks of a cluster have different rows, so a bias without rows has no clusters.
     assert launch.cluster == (2 if kept[2] else 0)
     assert launch.grid[2] == (2 if kept[2] else 1)
     assert launch.grid[0] * launch.grid[2] <= made.device.sm_count
@@ -105,7 +105,7 @@ def test_tma_loads_a_bias_with_aligned_rows(how: dict[str, Any]) -> None:
     spec = made.schedule.tensor_maps["bias"]
     assert spec.shape == (SEQLEN_K, SEQLEN_Q, HEADS, BATCH)
     assert spec.box == (64, 64)
-    # The main kernel takes the first maps only.
+    # The main kernel takes the first four maps only.
     assert list(made.schedule.tensor_maps) == ["q", "k", "v", "dout", "bias"]
 
 

@@ -55,7 +55,7 @@ def test_default_tiles_are_legal_on_every_architecture(arch: int, dtype: str) ->
 @pytest.mark.parametrize("head_dim", [1, 31, 64, 96, 128, 192, 256, 257, 400, 512, 576])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_gpus_with_much_shared_memory_serve_every_head_dim(dtype: str, head_dim: int) -> None:
-    # An A100 has 163 KiB, too few for k, v and 32 queries of wide float32 heads.
+    # An A100 has 163 KiB of shared memory, too few for k, v and 32 queries of wide float32 heads.
     for arch in (80, 90, 100) if dtype != "float32" or head_dim < 400 else (90, 100):
         assert mma.why_not(problem(dtype, head_dim), device_for_arch(arch)) is None
 
@@ -80,13 +80,13 @@ def test_wide_heads_are_refused_where_the_smallest_tile_does_not_fit(
 @pytest.mark.parametrize(
     ("head_dims", "tile", "padded", "row_warps", "steps"),
     [
-        # Eight warps of 32 rows each divide 512 columns. They sum their 64 columns at once.
+        # Eight warps divide 512 columns. Each computes 32 rows and its 64 columns at once.
         ((512, 512), {}, (512, 512), 1, 4),
-        # 576 columns are a multiple of 16 columns of four warps, but not of eight.
+        # 576 columns are a multiple of 16 columns for each of four warps, but not of eight.
         ((576, 512), {}, (576, 512), 2, 9),
         ((576, 576), {}, (576, 576), 2, 3),
         ((64, 512), {}, (64, 512), 2, 1),
-        # Four warps of 32 rows have 128 columns each.
+        # Four warps with the same 32 rows have 128 columns each.
         ((512, 512), {"Br": 64, "columns": 16, "stages": 1}, (512, 512), 2, 4),
         ((257, 33), {}, (320, 64), 2, 5),
     ],
@@ -208,7 +208,7 @@ def test_a_call_without_queries_has_no_lists() -> None:
 @pytest.mark.parametrize(
     ("sizes", "varies", "tile", "has_lists"),
     [
-        # An entry has 16 bits for the query tile and 13 bits for the KV tiles.
+        # An entry has 16 bits for the query tile and 13 bits for the index in the dq order.
         ({"seqlen_q": 32 * (2**16 - 1)}, (False, False), {}, True),
         ({"seqlen_q": 32 * 2**16}, (False, False), {}, False),
         ({"seqlen_k": 128 * (2**13 - 1)}, (False, False), {}, True),

@@ -111,7 +111,7 @@ def test_lists_hold_the_query_tiles_that_have_a_visible_pair(name, hosts, rng) -
     for _ in range(2):
         spec = random_spec(rng, (BATCH, HEADS, 260), (64, 128), (64, 128), 100, 150)
         Br, group = int(rng.choice([64, 128])), int(rng.choice([1, HEADS]))
-        # Query heads that share lists have the same pairs, or none are stored.
+        # Visible pairs are stored only if the query heads of a KV head have the same mask.
         lists = QueryTileLists(group, stores_pairs=group == 1 or not text.of_head)
         spec = spec._replace(Br=Br, parts=1, lists=lists)
         print(spec)
@@ -285,7 +285,7 @@ def test_batches_and_kv_heads_have_lists_if_the_mask_names_them(
 ) -> None:
     lists = QueryTileLists(2, stores_pairs=False)
     spec = BlockMaskSpec(64, 128, 2, 4, 300, 300, lists=lists)
-    # The mask of 3 heads is built for 4 here, where nothing runs.
+    # Masks of 3 heads are built for 4 heads. This is safe, because no kernel runs.
     built = map_of(MASKS[name], spec, "float16").block_mask
     names = [what[0] for what in cuda.done]
     assert names[-4:-2] == ["build_block_map", "list_query_tiles"]

@@ -25,15 +25,15 @@ TABLE = ScoreMod(
     differentiable=["table"],
 )
 DOCUMENTS = MaskMod(lambda i, j: i // 64 == j // 64)
-# Query heads of a KV head have different masks, so no visible pairs are stored.
+# The query heads of a KV head have different masks, so the block mask stores no visible pairs.
 BY_HEAD = MaskMod(lambda h, i, j: abs(i - j) < 64 * h + 9)
 BIAS = np.zeros((1, HEADS, SEQLEN, SEQLEN), np.float16)
 SINKS = np.zeros(HEADS, np.float32)
 LENGTHS = np.array([99], np.int32)
 PREFIX = {"window_size": (99, 40), "prefix_lens": np.array([64], np.int32)}
 OFFSETS = {"window_size": (99, 40), "q_offset": np.array([64], np.int32)}
-# Tuples of dtype, head_dim, limit of spilled bytes, bias and options, for the kernel of bias
-# gradients on Hopper.
+# Tuples of dtype, head_dim, limit of spilled bytes, bias and options, for the kernel that computes
+# gradients of biases on Hopper.
 BIASES: list[tuple[str, int, int, np.ndarray, dict[str, Any]]] = [
     ("float16", 64, 0, BIAS, {}),
     ("float16", 128, 0, BIAS, {"causal": True}),
@@ -125,7 +125,7 @@ def test_a_unit_of_gradients_compiles(compile_pool: ProcessPoolExecutor, unit: A
     assert made.unit is not None
     cubin = compile_pool.submit(compile_cubin, made.unit, device).result()
     assert "warning" not in cubin.log
-    # ptxas notes this without a warning if registers do not suffice.
+    # If registers do not suffice, ptxas serializes wgmma and reports it without the word "warning".
     assert "wgmma.mma_async instructions are serialized" not in cubin.log
     assert set(cubin.resources) == {launch.entry for launch in made.launches}
     assert max(resources.spill_bytes for resources in cubin.resources.values()) <= spilled

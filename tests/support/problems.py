@@ -21,7 +21,7 @@ def dense_problem(dtype: str, *sizes: int, **options: Any) -> Problem:
 def with_mask(
     problem: Problem, varies: tuple[bool, bool] = (False, False), **changed: bool
 ) -> Problem:
-    """Return the problem with a mask function that differs between batches, or heads."""
+    """Return the problem with a mask function that may depend on the batch index and the head."""
     score = ScoreSpec(
         *(None, None, False, False, False, False, False, True, "", np.dtype([])),
         block_mask_suffices=True,

@@ -32,7 +32,7 @@ from cupy_flash.problem.gradient import ROWS
 # Names of the values that follow the addresses of the arguments when a struct is packed: the
 # address of each input's gradient, of the workspace, and of arrays in the workspace.
 _RESULT, _WORKSPACE = "gradient of ", "workspace"
-# Name under which kernels find the address of the block mask, the last of the values.
+# Name of the address of the block mask, which is the last of these values.
 _BLOCK_MASK = "block_mask"
 # Struct fields for the gradients of inputs other than q, k, v and captured arrays.
 _FIELDS = {"bias": "dbias", "sinks": "dsinks"}
@@ -86,8 +86,8 @@ class Call:
     ) -> list[Any]:
         """Enqueue the launches for arrays at these addresses; return the gradients.
 
-        Of `arguments`, only the arrays that gradients are written to are used, and those that the
-        block mask is built from.
+        `arguments` is used only for the arrays that gradients are written to, and for those that
+        the block mask is built from.
         """
         self.overlap_check.check(addresses)
         # Passing the device saves CuPy the look-up of the current device.

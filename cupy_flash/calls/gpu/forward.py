@@ -86,10 +86,8 @@ class Call:
         Launch that precedes attention and appends to the cache, or None.
     max_keys, limits
         Largest integer that cache_seqlens may be, and the limits that determine it.
-    device
-        Index of the device.
-    block_mask_key
-        Key of the block mask that the kernels read, or None.
+    device, block_mask_key
+        Index of the device, and key of the block mask that the kernels read, or None.
     workspace_offsets
         Byte offsets in the scratch memory of the arrays whose addresses kernels are given.
     uses_torch

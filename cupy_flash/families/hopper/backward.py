@@ -35,39 +35,40 @@ from cupy_flash.problem.gradient import ROWS
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
 
-# Number of columns of a TMA box, which is 128 bytes wide. If both head dims are at most 96, one of
-# more than 64 takes three boxes of half that width instead of two (tile/tma_tile.cuh).
+# Number of columns of a TMA box, which is 128 bytes wide. If both head dims are at most 96, a head
+# dim above 64 takes three boxes of half that width instead of two boxes (tile/tma_tile.cuh).
 _BOX_COLUMNS = 64
 _WIDEST_OF_HALF_BOXES = 96
-# Largest head_dim and head_dim_v that the family serves: half of the columns for each thread block
-# of a cluster of two.
+# Largest head_dim and head_dim_v that the family serves. Each thread block of a cluster of two then
+# has half of the columns.
 _WIDEST = 2 * MAX_COLUMNS
 # Largest head dim for which a consumer warpgroup holds both dk and dv of 64 keys.
 _WIDEST_WHOLE = 128
 # Number of registers of a producer thread and of a consumer thread. Together, the warpgroups take
 # what the launch allocates, 168 for each of 384 threads.
 _REGISTERS = (24, 240)
-# The same numbers for wide heads in varlen or with dq buffers, and for TMA boxes of 64 bytes: with
-# 24 registers, producer warps spill, and for wide heads in varlen, a loop is miscompiled.
+# The same numbers for wide heads in varlen or with dq buffers, and for TMA boxes of 64 bytes. With
+# 24 registers, producer warps would spill there, and a loop for wide heads in varlen is
+# miscompiled.
 _MORE_PRODUCER_REGISTERS = (40, 232)
 # Number of registers of a consumer thread besides accumulators and operands: addresses and state.
 _STATE_REGISTERS = 24
 # Number of barriers in addition to those of the ring stages.
 _OTHER_BARRIERS = 13
-# Number of warps of a thread block that receive scores from another one, and of barriers of each.
+# Number of warps of a thread block that receive scores from its peer, and of barriers of each warp.
 _PEER_WARPS, _PEER_BARRIERS = 8, 2
 # Size in bytes of `HopperGradientBlockInfo`: a thread block's keys and its range of query tiles.
 _BLOCK_INFO_BYTES = 112
 # Size in bytes of the statistics of a query row: its log-sum-exp and delta.
 _ROW_STATS_BYTES = 8
-# Size in bytes of the step of a query tile in a list.
+# Size in bytes of a step in shared memory: a query head and an entry of a list.
 _STEP_BYTES = 8
 # Number of dS tiles that consumers exchange: while one is written, products still read the other.
 _PAIR_STAGES = 2
 # Fields of a tile that are members of `Config`.
 _TILE_MEMBERS = "Br Bc columns q_stages dout_stages exchange_stages buffers_dq pair"
-# Largest number of bytes of the visible pairs of all entries in the lists of a block mask. Those of
-# 32768 queries and keys take 134 MB if sequences and heads share them.
+# Largest size in bytes of the visible pairs of all entries of a block mask. The pairs of 32768
+# queries and keys take 134 MB if the mask is the same for all sequences and heads.
 _PAIR_BYTES = 150_000_000
 # Number of threads of the kernel that converts the dq accumulator to dq.
 _SUM_THREADS = 256
@@ -87,15 +88,15 @@ class HopperBackwardTile(Tile):
     q_stages, dout_stages
         Number of tiles of q, and of dout, in shared memory.
     exchange_stages
-        Number of buffers through which the consumers of wide heads exchange P and dS: with 2, P is
-        computed a tile ahead. Narrow heads take 1.
+        Number of buffers through which the consumers of wide heads exchange P, and dS. With 2, P is
+        computed a query tile ahead. Must be 1 for narrow heads.
     buffers_dq
-        For wide heads, whether dq sums are added from buffers in shared memory (1) or from
-        registers (0). Narrow heads take 0, and always have these buffers.
+        Whether dq sums of wide heads are added from buffers in shared memory (1) or from registers
+        (0). Must be 0 for narrow heads, which always have these buffers.
     pair
-        Number of KV tiles of a cluster that has a thread block for each. For wide heads, the thread
-        blocks of two may exchange dS, so that each adds half of the columns of dq. Narrow heads,
-        and heads whose columns two thread blocks divide, take 1.
+        Number of KV tiles of a cluster, which has a thread block for each. With 2, the thread
+        blocks exchange dS, and each adds half of the columns of dq. Must be 1 for heads of at most
+        128 or more than 256 columns.
     """
 
     columns: int = 64
@@ -129,10 +130,11 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         )
 
     def _stores_pairs(self, problem: Problem, tile: HopperBackwardTile) -> bool:
-        """Return whether the block mask stores the visible pairs of partial tiles.
+        """Return whether the block mask stores the visible pairs of entries that are not full.
 
-        Query heads that share a list must have the same pairs. The pairs must include all that
-        positions mask, so there is no prefix. A thread reads one word, for 64 rows.
+        The query heads of a KV head use the same list, so they must have the same visible pairs.
+        The stored pairs must include the causal or window band, which a block mask ignores if there
+        is a prefix. A thread reads one word of pairs, for 64 rows.
         """
         score = problem.score
         if score is None or tile.columns != WARPGROUP_ROWS or not _reads_lists(problem):
@@ -216,7 +218,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         """Return a lower bound: dk and dv; S, dP and P as an operand; loop state."""
         dim, dim_v = _padded_dims(problem)
         if _is_wide(problem):
-            # A consumer holds either dk or dv, and up to two slabs of dq.
+            # A consumer holds either dk or dv, and its columns of dq, rounded up to whole boxes.
             slabs = ceil_div(dim // _BOX_COLUMNS, 2 * tile.pair)
             sums = max(dim, dim_v) + slabs * _BOX_COLUMNS
             return sums // 2 + tile.columns // 4 + _STATE_REGISTERS
@@ -239,7 +241,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             total += tile.q_stages * tile.Br * tile.Bc // 8
         pairs = tile.Br * tile.Bc * size
         if tile.pair > 1:
-            # Two buffers each of P and dS, those of the peer's dS, and its keys.
+            # Two buffers of P and two of dS, the buffers of the peer's dS, and the peer's keys.
             total += (2 * _PAIR_STAGES + tile.exchange_stages + 1) * pairs
             total += tile.Bc * dim // tile.pair * size
         elif _is_wide(problem):
@@ -337,14 +339,14 @@ def _is_wide(problem: Problem) -> bool:
 
 
 def _cluster(problem: Problem, tile: HopperBackwardTile) -> int:
-    """Return the number of thread blocks of a cluster, for KV tiles or parts of the columns."""
+    """Return the number of thread blocks of a cluster, which divide KV tiles or the columns."""
     return tile.pair * cta_ranks(problem)
 
 
 def _reads_lists(problem: Problem) -> bool:
     """Return whether thread blocks read their query tiles from lists in a block mask.
 
-    The answer is the same for all tiles, and is that of the smallest ones.
+    All tiles have the same answer: that of the smallest tile, whose lists are the longest.
     """
     keys = WARPGROUP_ROWS if _is_wide(problem) else 2 * WARPGROUP_ROWS
     return backward_common.reads_lists(problem, WARPGROUP_ROWS, keys)
@@ -358,12 +360,11 @@ def _last_writes(problem: Problem) -> bool:
 def _query_chunks(problem: Problem, device: Device, tile: HopperBackwardTile) -> QueryChunks:
     """Return the chunks of queries that thread blocks divide.
 
-    Without chunks of the heads of a group, a few thread blocks would last longer than the others:
-    with a causal mask, the number of heads multiplies the length of the longest one. Thread blocks
-    of equal length proceed in step and wait for one another more often, so that more of them are
-    needed. Measured on an H200 with 2 x 8192 tokens, 32 query heads and 1 KV head, head_dim 128:
-    512 instead of 271 TFLOP/s with a causal mask (8 chunks), 556 instead of 475 without a mask (32
-    chunks).
+    With a causal mask, thread blocks of the first keys have the most work, and each query head of a
+    KV head adds to it. Chunks of query heads even out the work. Without a causal mask, thread
+    blocks proceed in step and wait for each other more often, so more of them are needed. On an
+    H200, chunks reach 512 instead of 271 TFLOP/s with a causal mask (8 chunks), and 556 instead of
+    475 without a mask (32 chunks): 2 x 8192 tokens, 32 query heads, 1 KV head, head_dim 128.
     """
     if _is_wide(problem):
         return QueryChunks()
@@ -378,9 +379,10 @@ def _query_chunks(problem: Problem, device: Device, tile: HopperBackwardTile) ->
 
 
 def _may_descend(problem: Problem) -> bool:
-    """Return whether thread blocks of later keys have less work, because of a causal mask.
+    """Return whether a last section may have the descending dq order (`dq/order.cuh`).
 
-    The lengths of lists of query tiles depend on the mask function, and their dq order ascends.
+    With a causal mask and no window, thread blocks of later keys have less work. Lists of query
+    tiles have the ascending order only.
     """
     mask = problem.mask
     return mask.causal and mask.left is None and not _reads_lists(problem)
@@ -389,10 +391,10 @@ def _may_descend(problem: Problem) -> bool:
 def _ascending_blocks(
     problem: Problem, device: Device, blocks: int, tile: HopperBackwardTile
 ) -> int:
-    """Return the number of thread blocks, or clusters, before the last section (`tile_coord.cuh`).
+    """Return the number of thread blocks or clusters before the last section (`tile_coord.cuh`).
 
-    The last section has about two thread blocks per SM: in a simulation of 16384 tokens and 16
-    heads, the SMs were then busy for 97% of the time, instead of 90% without such a section.
+    The last section has about two thread blocks per SM. In a simulation of 16384 tokens and 16
+    heads, the SMs are then busy for 97% instead of 90% of the time.
     """
     if not _may_descend(problem) or problem.layout.packed_k:
         return blocks
@@ -411,9 +413,9 @@ def _register_split(problem: Problem, tile: HopperBackwardTile) -> tuple[int, in
 
 
 def _padded_dims(problem: Problem) -> tuple[int, int]:
-    """Return the number of columns of q and k, and of v and dout, of a thread block.
+    """Return the padded number of columns of q and k, and of v and dout, of a thread block.
 
-    For wide heads, each consumer computes at least one box of columns of dq.
+    For wide heads, each of the two consumers computes at least one box of columns of dq.
     """
     ranks = cta_ranks(problem)
     dims = ceil_div(problem.head_dim, ranks), ceil_div(problem.head_dim_v, ranks)
@@ -427,12 +429,15 @@ def _padded_dims(problem: Problem) -> tuple[int, int]:
 
 
 def _box_columns(padded_dim: int) -> int:
-    """Return the number of columns of a TMA box of a tile with this number of columns."""
+    """Return the number of columns of a TMA box, for a tile with `padded_dim` columns."""
     return _BOX_COLUMNS // 2 if padded_dim % _BOX_COLUMNS else _BOX_COLUMNS
 
 
 def _key_box_columns(problem: Problem, tile: HopperBackwardTile) -> int:
-    """Return the number of columns of a TMA box of k: each consumer of a pair has whole boxes."""
+    """Return the number of columns of a TMA box of k.
+
+    In a pair of thread blocks, each consumer computes dq of whole boxes of columns.
+    """
     padded_dim = _padded_dims(problem)[0]
     if tile.pair > 1 and padded_dim % (2 * tile.pair * _BOX_COLUMNS):
         return _BOX_COLUMNS // 2
@@ -473,7 +478,8 @@ def _tensor_maps(problem: Problem, tile: HopperBackwardTile) -> dict[str, Tensor
 def _section(problem: Problem, device: Device, chunks: QueryChunks) -> int:
     """Return the number of query heads whose tiles are interleaved.
 
-    If a group is divided into chunks, each chunk counts as many heads as the group.
+    The query heads of a KV head count as one group. If they are divided into chunks, each chunk
+    counts as a group.
 
     q, dout and the dq accumulator of these heads should fit in a third of L2, because adding to
     memory outside of L2 takes twice the time: 470 TFLOP/s with 1 head, 334 with 32 heads (H200,

@@ -1,4 +1,4 @@
-"""Gradient of a bias on Hopper (sm_90a): `kernels_cu/backward/hopper/bias_gradients.cuh`."""
+"""Plan of the gradient of a bias on Hopper: `kernels_cu/backward/hopper/bias_gradients.cuh`."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ _SOURCE = "backward/hopper/bias_gradients.cuh"
 
 # Number of rows, and of keys, of a tile of the gradient, and number of consumer warpgroups.
 _SIZE, _CONSUMERS = 128, 2
-# Number of columns of head_dim in a slot of shared memory, and bytes of a slot.
+# Number of columns of head_dim in a slot (a stage of the operands), and size of a slot in bytes.
 _COLUMNS = 64
 _SLOT_BYTES = 2 * _SIZE * _COLUMNS * 2
 # Shared memory of a thread block on sm_90, in bytes, and largest number of slots.
 _SHARED_MEMORY, _MOST_SLOTS = 227 * 1024, 6
-# Bytes of `BiasWorkSizes` in shared memory.
+# Size in bytes of `BiasWorkSizes` in shared memory.
 _SIZES_BYTES = 64
 # Number of registers of a producer thread and of a consumer thread.
 _REGISTERS = (40, 232)
-# Number of score tiles whose sum is plain, and bytes of a compensated sum.
+# Number of score tiles that are added in float32, and size in bytes of a compensated sum.
 _RUN_LENGTH, _SUM_BYTES = 64, 8
-# Number of thread blocks that load operands for each other. Two reduce the reads of L2 by a
-# quarter.
+# Number of thread blocks of a cluster, which load operands for each other. Two thread blocks read a
+# quarter less from L2.
 _RANKS = 2
 # Limit of the numbers of tiles, which are ints in the kernel.
 _MOST_TILES = 2**31
-# Number of tiles per SM that even out the work of the SMs.
+# Number of work items (partial sums) per SM that evens out the work.
 _ITEMS_PER_SM = 4
-# Time to start and to write a tile of the gradient, in units of the time of a score tile.
+# Time to start and write a work item, in units of the time of a score tile.
 _TILE_COST = 2
 
 
@@ -105,7 +105,7 @@ def config(problem: Problem) -> dict[str, int | bool]:
 
 
 def _score_tiles(problem: Problem) -> tuple[int, int, int, int]:
-    """Return the numbers of score tiles of all thread blocks of a cluster along each axis."""
+    """Return the number of score tiles of a cluster along each axis: batch, heads, rows, keys."""
     rows = _SIZE * _ranks(problem)
     tiles = ceil_div(problem.seqlen_q, rows), ceil_div(problem.seqlen_k, _SIZE)
     return problem.batch, problem.heads_q, *tiles
@@ -125,7 +125,7 @@ def _tile_counts(problem: Problem) -> tuple[int, int]:
 
 
 def _parts(tiles: int, summed: int, clusters: int) -> int:
-    """Return the number of parts of the sum of a tile for which the slowest cluster ends first."""
+    """Return the number of parts of each sum that minimizes the time of the slowest cluster."""
 
     def time(parts: int) -> int:
         return ceil_div(tiles * parts, clusters) * (ceil_div(summed, parts) + _TILE_COST)
@@ -141,7 +141,7 @@ def _slots(problem: Problem) -> int:
 
 
 def _other_memory(problem: Problem) -> int:
-    """Return the bytes for the bias, for sums over rows, and for the numbers of tiles."""
+    """Return the size in bytes of the bias, the sums over rows, and the numbers of tiles."""
     _, _, keeps_rows, _ = kept_axes(problem)
     bias = _SIZE * _SIZE * problem.itemsize if can_stream_bias(problem) else 0
     return bias + _SIZES_BYTES + (0 if keeps_rows else _CONSUMERS * WARPGROUP // 32 * _SIZE * 4)
@@ -153,5 +153,5 @@ def _shared_memory(problem: Problem) -> int:
 
 
 def _barrier_bytes(slots: int) -> int:
-    """Return the size of the barriers: full and empty, of each slot and of each consumer's bias."""
+    """Return the size in bytes of the barriers: full and empty of each slot and of each bias."""
     return 2 * (slots + _CONSUMERS) * BARRIER_BYTES

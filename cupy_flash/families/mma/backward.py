@@ -33,11 +33,12 @@ _SCALES_BYTES = 128
 _MAX_UNITS = (_SCALES_BYTES - 4 * 4 - 256 // 8) // 4
 _PRESWIZZLE_THREADS = 256
 PRESWIZZLED_TILES = "tile_images"
-# Largest head dim for which a warp sums all of its columns of dq at once.
+# Largest head dim for which a warp computes all of its columns of dq at once.
 _WIDEST_WHOLE = 256
 # Number of registers for addresses, counters and operands.
 _OTHER_REGISTERS = 40
-# Number of further registers for float32: a product of components is summed before it is added.
+# Number of additional registers for float32, whose products are summed separately before they are
+# added.
 _COMPONENT_REGISTERS = 32
 # Number of dq rows that a warp computes, if a tile has enough rows.
 _SUM_ROWS = 32
@@ -62,8 +63,8 @@ class MmaBackwardTile(Tile):
         Number of groups that the keys are divided into, 16 or 32 keys each. The warps of a group
         divide the query rows and the columns of dk and dv among themselves.
     columns
-        Number of query rows for which a warp computes scores at once. With 8, which needs `paired`,
-        all warps read all P and dS from shared memory.
+        Number of query rows for which a warp computes scores at once. With 8, which requires
+        `paired`, each warp reads P and dS of all queries from shared memory.
     stages
         Number of query tiles in shared memory: one in use and, with 2, one being loaded.
     min_blocks
@@ -122,7 +123,7 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
     def candidates(self, problem: Problem, device: Device) -> Iterator[MmaBackwardTile]:
         if _is_wide(problem):
             for warps, Br, columns, stages in itertools.product((8, 4), (64, 32), (16, 8), (2, 1)):
-                # Four warps with the same keys, 16 each, hold dk and dv of as many keys as fit.
+                # Each group of four warps holds dk and dv of 16 keys.
                 keys = 4 * warps
                 yield MmaBackwardTile(Br, keys, warps, warps // 4, columns, stages, paired=1)
             return
@@ -268,7 +269,7 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
 
 
 def _is_wide(problem: Problem) -> bool:
-    """Return whether the head dims are too wide for tiles whose dq is summed at once."""
+    """Return whether a head dim is too wide for warps that compute all their dq columns at once."""
     return max(problem.head_dim, problem.head_dim_v) > _WIDEST_WHOLE
 
 
@@ -286,8 +287,8 @@ def _padded_dim(problem: Problem, tile: MmaBackwardTile, sum_row_warps: int) -> 
 def _sum_row_warps(problem: Problem, tile: MmaBackwardTile) -> int:
     """Return the number of groups of dq rows; each group is computed by different warps.
 
-    Warps with more rows read k less often. But twice as many groups of wide heads may need less
-    padding, because fewer warps then divide the columns.
+    With few groups, warps have many rows and read k less often. For wide heads, twice as many
+    groups may need less padding, because fewer warps then divide the columns.
     """
     groups = min(tile.warps, max(1, tile.Br // _SUM_ROWS))
     if not _is_wide(problem):
@@ -306,9 +307,9 @@ def _step_registers(problem: Problem, tile: MmaBackwardTile) -> int:
 
 
 def _dq_steps(problem: Problem, tile: MmaBackwardTile) -> int:
-    """Return how many 16-column steps of dq a warp sums at once.
+    """Return the number of 16-column steps of dq that a warp computes at once.
 
-    These are all steps, except for wide heads, whose dk and dv leave fewer registers.
+    Wide heads may need several parts, because dk and dv leave too few registers for all steps.
     """
     column_warps = tile.warps // _sum_row_warps(problem, tile)
     steps = _padded_dims(problem, tile)[0] // (16 * column_warps)

@@ -105,7 +105,7 @@ def compose(
 
 
 def varies(mod: Traced) -> tuple[bool, bool]:
-    """Return whether a traced function differs between sequences, and between query heads."""
+    """Return whether a traced function depends on the batch index, and on the query head."""
     nodes = set(postorder(mod.expression))
     return B in nodes, H in nodes
 

@@ -41,7 +41,7 @@ struct DqFragments {
 // Adds a warp's fragments to a dq tile while the CTA holds the semaphore. On sm_90 and newer, `red`
 // instructions add to memory. On older GPUs, the accumulators start from the sums of the earlier
 // CTAs and are stored. The dq order's first CTA always stores, so that no kernel clears the sums.
-// The fragments are `tiles_at_once` consecutive ones of each row tile.
+// An accumulator holds `tiles_at_once` consecutive fragments of each row tile.
 template <class Fragments, int tiles_at_once>
 struct DqAccumulator {
   using Sums = float[Fragments::row_tiles][tiles_at_once][4];

@@ -2,17 +2,21 @@
 // CTA starts with the first queries that attend to its keys. With a causal mask, CTAs that start
 // together thus reach a query tile one after another in this order, and none waits.
 //
-// CTAs of the last section of heads instead start with the last queries and descend, and the CTA of
-// the first KV tile starts and adds first. With a causal mask, its work is the longest:
+// In this ascending order, one section of heads follows another without waits. But with a causal
+// mask, the CTA of the first KV tile has the most query tiles and starts last, so that most SMs are
+// idle at the end of the kernel. The last section of heads therefore has the opposite, descending
+// order (`GradientParams::ascending_blocks`): the CTA of the first KV tile starts first and adds
+// first, and each CTA goes from the last query tile to the first. Each x is a query tile that
+// attends to the KV tile:
 //
-//            ascending: queries ->          descending: <- queries
-//   KV tile 0  . . . . x x x x   starts last    x x x x x x x x   starts first
-//           1      . . . x x x                      x x x x x x
-//           2          . . x x                          x x x x
-//           3              . x   starts first               x x   starts last
+//               query tile  0 1 2 3    ascending order (->)   descending order (<-)
+//   CTA of KV tile 0        x x x x    starts last            starts first
+//                  1          x x x
+//                  2            x x
+//                  3              x    starts first           starts last
 //
-// In ascending order, sections follow one another without waits, but the kernel ends with the
-// longest CTAs. In descending order, each CTA waits one step for its predecessor.
+// In descending order, all CTAs begin with the last query tile, so each CTA waits one step for its
+// predecessor.
 #pragma once
 
 #include "scheduler/tile_coord.cuh"
@@ -38,7 +42,7 @@ struct DqOrder {
   }
 
   // Returns the CTA's index in the dq order of a query tile. KV tiles to which the query tile does
-  // not attend are not counted. If `descends`, masks must have no left bound.
+  // not attend are not counted. If `descends`, the mask must have no left bound.
   __device__ int order_index(int tile, bool descends) const {
     return descends ? begin / Bc : kv_tiles_after(tile);
   }

@@ -1,9 +1,11 @@
-// Gradient of a bias on Hopper (sm_90a): S and dP by wgmma, whose dS is summed in registers.
+// Gradient of a bias on Hopper (sm_90a). S and dP are computed by wgmma, and dS is summed in
+// registers.
 //
-// A CTA owns a tile of 128 x 128 elements of the gradient and iterates, in a fixed order, over the
-// score tiles that are summed into it (inputs/bias_tiles.cuh). It then takes its next tile. Two
-// consumer warpgroups have 64 query rows each. The operands of a product arrive in slots of 64
-// columns of head_dim, so that their number is independent of head_dim:
+// A CTA computes one tile of 128 x 128 elements of the gradient after another. For each, it
+// iterates in a fixed order over the score tiles that are summed into it (inputs/bias_tiles.cuh).
+// Two consumer warpgroups have 64 query rows each. The operands of a product arrive in slots, which
+// are the stages of a ring buffer. A slot holds 64 columns of both operands, so its size is
+// independent of head_dim:
 //
 //   warp              waits for            does                                arrives at
 //   loader, a lane    empty                loads 64 columns of q and k, or of  full
@@ -12,12 +14,17 @@
 //   consumers, two    full, bias_full      S, dP, sums += P (dP - delta)       empty, bias_empty
 //     warpgroups
 //
-// In a cluster of two, the CTAs have consecutive rows of the same keys. One of them loads the k or
-// v of a slot for both, because L2 delivers operands more slowly than wgmma multiplies them. Both
-// CTAs then process the same score tiles at the same time, and a slot is empty once the consumers
-// of both have released it.
+// In a cluster of two, the CTAs have consecutive rows of the same keys and process the same score
+// tiles at the same time. L2 delivers operands more slowly than wgmma multiplies them, so one CTA
+// loads k or v of a slot for both. The CTAs alternate from slot to slot:
 //
-// Sums of up to `run_length` score tiles are plain. Longer sums consist of plain sums of that
+//   CTA 0, loader                                    CTA 1, loader
+//   slot 0: q, and multicast of k to both CTAs       slot 0: q
+//   slot 1: q                                        slot 1: q, and multicast of k to both CTAs
+//
+// Consumers therefore release a slot by arriving at `empty` of both CTAs.
+//
+// Up to `run_length` score tiles are added in float32. A longer sum is divided into runs of that
 // length, which are added with compensation in the workspace (`HopperBiasRuns`).
 #pragma once
 
@@ -48,7 +55,7 @@ struct BiasGradientMaps : GradientMaps {
 
 #if __CUDA_ARCH__ == 900
 
-// Layout of shared memory, the barriers, and the sizes of the work.
+// Layout of shared memory, barriers, and numbers of tiles.
 template <class Config>
 struct HopperBiasCta {
   using Element = typename Config::Element;
@@ -58,16 +65,16 @@ struct HopperBiasCta {
   static constexpr int slots = Config::bias_slots;
   static constexpr bool streams_bias = Config::bias_streamed;
 
-  // Operands in a slot: 64 columns of the rows, then 64 columns of the keys.
+  // A slot holds 64 columns of the rows (q or dout), then 64 columns of the keys (k or v).
   using Operand = TmaTile<size, 64>;
   static constexpr int slot_bytes = 2 * Operand::bytes;
-  // Bias of the rows of a consumer.
+  // Tile of the bias: the rows of one consumer.
   using BiasTile = TmaTile<64, size>;
 
   static constexpr int bias_offset = slots * slot_bytes;
   static constexpr int lines_offset =
       bias_offset + (streams_bias ? consumers * BiasTile::bytes : 0);
-  // Sums of the columns of the tile over the rows of each consumer warp, if rows are broadcast.
+  // If rows are broadcast, each consumer warp has a line: the sums over its rows, for each key.
   static constexpr int lines_bytes = Config::bias_keeps_rows ? 0 : 4 * consumers * size * 4;
   static constexpr int barrier_offset = lines_offset + lines_bytes;
   static constexpr int barriers = 2 * slots + 2 * consumers;
@@ -142,7 +149,8 @@ struct HopperBiasCta {
   __device__ static void sync_consumers() { NamedBarrier<128 * consumers>{1}.sync(); }
 };
 
-// Work of a CTA. The sizes are in shared memory, because consumers have no registers for them.
+// Work of a CTA. The numbers of tiles are in shared memory, because consumers have no registers for
+// them.
 template <class Config>
 struct HopperBiasWork
     : BiasWork<Config, HopperBiasCta<Config>::block_rows, HopperBiasCta<Config>::size> {
@@ -187,7 +195,7 @@ struct HopperBiasLoader {
       const unsigned slot = cta.slot_address(ring.index), full = cta.full(ring.index);
       ptx::mbarrier_wait(cta.empty(ring.index), ring.phase ^ 1);
       ptx::mbarrier_arrive_expect_tx(full, Cta::slot_bytes);
-      // The boxes of the maps have the rows of the main kernel's tiles.
+      // The tensor maps are those of the main kernel, so a box has the rows of its tiles.
 #pragma unroll
       for (int i = 0; i < Cta::size; i += Config::Br) {
         ptx::cp_async_bulk_tensor_4d(slot + i * Operand::box_row_bytes, &rows, column,
@@ -227,7 +235,8 @@ struct HopperBiasTileLoader {
       if (!work.has_tile()) continue;
       const int key = work.output.keys * Cta::size;
       const int row = work.output.rows * Cta::block_rows + Cta::rank() * Cta::size;
-      // The tile comes from DRAM. It arrives in L2 while the consumers still read its predecessor.
+      // The bias comes from DRAM. The prefetch loads it into L2 while the consumers still read the
+      // bias of the previous gradient tile.
 #pragma unroll
       for (int i = 0; i < Cta::consumers * BiasTile::boxes; ++i) {
         ptx::cp_async_bulk_prefetch_tensor_4d(
@@ -248,14 +257,14 @@ struct HopperBiasTileLoader {
 };
 
 // Bias of one of a lane's rows in shared memory. The lane has two of every eight keys. `row` points
-// to the row, at the first of these keys in an unswizzled chunk 0.
+// to the first of these keys, at the address that it would have without the swizzle.
 template <class Config>
 struct HopperStreamedBias {
   using Element = typename Config::Element;
   using Tile = typename HopperBiasCta<Config>::BiasTile;
 
   const unsigned char* row;
-  int phase;  // of the swizzle, in bytes
+  int phase;  // offset that the swizzle combines by XOR with the chunk's offset, in bytes
 
   template <class Load>
   __device__ float bias(int step, Load) const {
@@ -266,7 +275,7 @@ struct HopperStreamedBias {
   }
 };
 
-// Bias of a row that is the same for all keys.
+// Bias of a row, if the bias is broadcast along the keys.
 template <class Config, class AnyParams = GradientParams>
 struct HopperRowBias {
   const AnyParams& p;
@@ -280,7 +289,8 @@ struct HopperRowBias {
   }
 };
 
-// Returns the bias of a lane's upper or lower row (`half`), for `SoftmaxBackward`.
+// Function object for `SoftmaxBackward` that returns the bias of a lane's upper or lower row
+// (`half`).
 template <class Config>
 struct HopperBiasRows {
   using Cta = HopperBiasCta<Config>;
@@ -290,7 +300,7 @@ struct HopperBiasRows {
   const GradientParams& p;
   int batch;
   int head;
-  int first_row;  // of the lane
+  int first_row;  // first row of the lane
 
   __device__ auto operator()(int half) const {
     if constexpr (Config::bias_streamed) {
@@ -306,8 +316,8 @@ struct HopperBiasRows {
   }
 };
 
-// Sums of a consumer thread beyond `run_length` score tiles: compensated, in the workspace. Each
-// thread reads only what it has written.
+// Compensated sums of a consumer thread in the workspace, for more than `run_length` score tiles. A
+// run is the float32 sum of `run_length` score tiles. Each thread reads only what it has written.
 template <class Config>
 struct HopperBiasRuns {
   using Cta = HopperBiasCta<Config>;
@@ -323,7 +333,7 @@ struct HopperBiasRuns {
       : first(static_cast<Sum*>(p.bias_runs) +
               int64(blockIdx.x * Cta::ranks + Cta::rank()) * threads * count + thread) {}
 
-  // Adds a run to the sums, and clears it.
+  // Adds a run to the compensated sums, and clears the run.
   __device__ void add(float (&run)[count]) {
 #pragma unroll
     for (int i = 0; i < count; ++i) {
@@ -333,7 +343,7 @@ struct HopperBiasRuns {
     has_runs = true;
   }
 
-  // Adds the sums to the last run, and clears them.
+  // Adds the compensated sums to the last run, so that `run` holds the total.
   __device__ void finish(float (&run)[count]) {
     if (!has_runs) return;
 #pragma unroll
@@ -360,7 +370,7 @@ struct HopperBiasConsumer {
   static constexpr int size = Cta::size;
   static constexpr int chunks = ceil_div(Config::head_dim, 64);
   static constexpr int chunks_v = ceil_div(Config::head_dim_v, 64);
-  // Number of chunks of dP that are issued before the exponentials, which overlap them.
+  // Number of 64-column chunks of dP that are issued before the exponentials, and overlap them.
   static constexpr int chunks_ahead = chunks_v < 2 ? chunks_v : 2;
   static_assert(Cta::slots > chunks_ahead, "slots of these chunks and of the last one of S");
 
@@ -372,7 +382,7 @@ struct HopperBiasConsumer {
   PipelineState<Cta::slots> read = {};  // next slot to be released
   int bias_phase = 0;
   Runs runs;
-  RowStats<float> stats[2];  // of the lane's rows
+  RowStats<float> stats[2];  // row statistics of the lane's two rows
   Product sums;
 
   __device__ HopperBiasConsumer(const Cta& cta, int consumer)
@@ -402,8 +412,8 @@ struct HopperBiasConsumer {
   }
 
  private:
-  // ---- Position of the lane in the tile: rows lane_row() and lane_row() + 8, and of every eight
-  // ---- keys those from lane_key() on.
+  // ---- Position of the lane in the tile: rows lane_row() and lane_row() + 8, and two of every
+  // ---- eight keys, starting at lane_key().
 
   __device__ int lane() const { return thread % 32; }
   __device__ int warp() const { return thread / 32; }
@@ -450,8 +460,8 @@ struct HopperBiasConsumer {
     }
   }
 
-  // Issues chunks [First, End) of a product of the consumer's rows and the keys, and calls
-  // `after(chunk)` after each.
+  // Issues the 64-column chunks [First, End) of a product of the consumer's rows and the keys.
+  // Calls `after(chunk)` after each chunk.
   template <int Dim, int First, int End, class After>
   __device__ void start(Product& product, After after) {
     constexpr int k_steps = round_up(Dim, 16) / 16;
@@ -478,7 +488,7 @@ struct HopperBiasConsumer {
   }
 
   // Waits until at most `Pending` chunks are in flight, and releases the slot of the oldest chunk
-  // that is complete and not released yet.
+  // that has not been released.
   template <int Pending>
   __device__ void finish_chunk() {
     ptx::wgmma_wait_group<Pending>();
@@ -497,8 +507,7 @@ struct HopperBiasConsumer {
     read.advance();
   }
 
-  // Returns whether the mask hides some pairs of the consumer's rows and the keys, or some of these
-  // do not exist.
+  // Returns whether some pairs of the consumer's rows and the keys are masked or do not exist.
   __device__ bool is_masked(const Work& work) const {
     const int first = work.row() + consumer * 64, last = first + 63, end = work.key() + size;
     return end > cta.p.seqlen_k || last >= cta.p.seqlen_q || cta.mask.visible_end(first) < end ||
@@ -517,7 +526,8 @@ struct HopperBiasConsumer {
     const auto run = [&](auto masked) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        // The compiler cannot load the bias of both rows at once, for which registers are missing.
+        // `opaque` keeps the compiler from loading the bias of both rows at once, for which there
+        // are not enough registers.
         const int key = ptx::opaque(work.key() + lane_key());
         softmax_backward.template compute_p<masked.value>(
             [&](int r) { return work.row() + lane_row() + 8 * r; }, key,
@@ -531,14 +541,15 @@ struct HopperBiasConsumer {
 
   __device__ void release_bias() {
     if constexpr (Cta::streams_bias) {
-      // TMA may overwrite the bias only after these reads.
+      // The reads of the bias must complete before TMA overwrites it.
       ptx::fence_proxy_async();
       arrive_warp(cta.bias_empty(consumer));
       bias_phase ^= 1;
     }
   }
 
-  // Adds dS = P (dP - delta). A masked pair has P = 0 and is left out by selection.
+  // Adds dS = P (dP - delta) to the sums. A masked pair has P = 0. A selection skips it, because
+  // its dP may be NaN.
   __device__ void add_ds(const Product& scores, const Product& gradients) {
     static_assert(Config::may_mask_pairs, "a bias of -inf masks its pair");
 #pragma unroll
@@ -616,7 +627,8 @@ struct HopperBiasConsumer {
     }
   }
 
-  // Writes the sums over the rows of both consumers, or one sum if keys are broadcast, too.
+  // Writes the sums over the rows of both consumers: one for each key or, if keys are broadcast,
+  // too, one for all keys.
   template <class Result>
   __device__ void write_line(Result* result, int first_key) const {
     float* const lines = reinterpret_cast<float*>(Cta::memory() + Cta::lines_offset);
@@ -677,7 +689,7 @@ __device__ void compute_hopper_bias_gradient(const GradientMaps& maps, const Gra
     ptx::prefetch_tensormap(&maps.v);
     ptx::prefetch_tensormap(&maps.dout);
   }
-  // Other CTAs of the cluster also use the barriers.
+  // The peer CTA also uses the barriers.
   sync_start<Cta::ranks>();
   // The shuffle tells the compiler that `warp` is uniform within a warp.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
@@ -692,7 +704,7 @@ __device__ void compute_hopper_bias_gradient(const GradientMaps& maps, const Gra
     ptx::setmaxnreg_inc<Config::bias_consumer_registers>();
     HopperBiasConsumer<Config, Gradient>(cta, warp / 4 - 1).run();
   }
-  // A CTA must not exit while the other one still loads into its slots or releases slots to it.
+  // A CTA must not exit while its peer CTA still loads into its slots or arrives at its barriers.
   if constexpr (Cta::ranks > 1) {
     __syncwarp();
     ptx::cluster_arrive();

@@ -5,8 +5,9 @@
 #include "tile/element.cuh"
 
 // Exchanges columns of 16-bit elements with the neighbouring lane. Before, each lane holds two
-// columns in each of two groups of eight columns. Afterwards, it holds four consecutive columns of
-// one group: even lanes of the first group, odd lanes of the second.
+// columns of each of two groups of eight columns (`first` and `second`). Afterwards, each lane
+// holds four consecutive columns of one group: even lanes of the first group, and odd lanes of the
+// second group.
 template <class Element>
 __device__ Vector<Element, 4> exchange_columns(unsigned first, unsigned second) {
   const bool is_odd = threadIdx.x % 2;

@@ -69,7 +69,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config, DqColumns> {
   }
 
  private:
-  // Adds dk and dv of the earlier chunks of queries; returns whether this is the last chunk.
+  // Adds dk and dv of the earlier chunks of queries. Returns whether this is the last chunk.
   __device__ bool merge_chunks() {
     const QueryChunkSums<Config, Cta::consumers, 128> chunks = {cta.p, cta.coord, cta.sequence};
     return chunks.template merge<(dim + dim_v) / 8>(

@@ -10,8 +10,8 @@
 //     warpgroups        sums_empty                     write their dq sums    sums_full
 //                       earlier_sums_full              write dq               sums_full
 //
-// For wide heads (split_consumers.cuh) without a dq buffer, consumers add dq to memory, and the two
-// adder lanes only operate the semaphore.
+// For wide heads without a dq buffer (split_consumers.cuh), consumers add dq to memory, and two
+// lanes operate the semaphore instead of the adders.
 //
 // A tile may contain rows past the end of its sequence, which belong to other sequences or are
 // padding, and query rows that attend to no key. If so, TMA loads arrive at separate barriers
@@ -19,10 +19,13 @@
 // those rows and then signals the consumers, because 0 times NaN is NaN. Keys that no query attends
 // to may hold NaN, too; consumers clean k before they multiply with it (preprocess/clean.cuh).
 //
-// For wide heads, two CTAs may be a cluster (`ranks`), in one of two ways. Each CTA of a pair of KV
-// tiles has its own KV tile, exchanges dS with its peer CTA, and computes half of the columns of dq
-// (split_consumers.cuh). If a head dim exceeds 256, both have the same KV tile and halves of the
-// columns of q, k, v and dout, and exchange partial scores (score_exchange.cuh).
+// For wide heads, two CTAs may form a cluster, of one of two kinds:
+//
+//   head dims              each CTA has                                the CTAs exchange
+//   129 to 256 (a pair)    one of two consecutive KV tiles, all        dS (split_consumers.cuh)
+//                            columns, and half of the columns of dq
+//   257 to 512 (halves)    the same KV tile, and half of the columns   partial scores
+//                            of q, k, v and dout                         (score_exchange.cuh)
 #pragma once
 
 #include "backward/dq/order.cuh"
@@ -46,15 +49,16 @@ struct GradientMaps {
 
 #if __CUDA_ARCH__ == 900
 
-// Returns an address for use in matrix descriptors. In a cluster of `ranks` CTAs, the upper bits of
-// an address hold the CTA's rank, and are dropped from descriptors.
+// Returns an address for use in matrix descriptors. In a cluster of several CTAs (`ranks`), the
+// upper bits of an address hold the CTA's rank, which must not enter a descriptor.
 template <int ranks>
 __device__ unsigned matrix_address(unsigned address) {
   constexpr unsigned window_bytes = 1 << 18;
   return ranks == 1 ? address : address % window_bytes;
 }
 
-// Waits for all threads of a cluster of `ranks` CTAs. No memory is published.
+// Waits until all threads of a cluster of `ranks` CTAs have arrived. Does not order accesses to
+// memory.
 template <int ranks>
 __device__ void wait_for_cluster() {
   if constexpr (ranks > 1) {
@@ -64,17 +68,18 @@ __device__ void wait_for_cluster() {
   }
 }
 
-// Waits until all CTAs of a cluster of `ranks` have initialized their barriers, which
-// `fence_mbarrier_init` has published, and the threads of the CTA its shared memory.
+// Waits until all CTAs of a cluster have initialized their barriers, and until all threads of this
+// CTA have initialized its shared memory. `fence_mbarrier_init` has made the barriers visible.
 template <int ranks>
 __device__ void sync_start() {
   __syncthreads();
   wait_for_cluster<ranks>();
 }
 
-// Layout of the dq sums: slabs of columns, which are stored consecutively, as accumulators of the
-// consumers. Each consumer has some of the rows or, if a tile has only 64 rows, some of the slabs.
-// See `DqFragments`; its warps are those of the kernel that converts the sums.
+// Layout of the dq sums of a query tile. The columns are divided into slabs of `SlabColumns`, which
+// are stored consecutively, in the order of the consumers' accumulators. Each consumer has some of
+// the rows or, if a tile has only 64 rows, some of the slabs. Has the members of `DqFragments`,
+// whose warps are those of the kernel that converts the sums.
 template <int Rows, int Columns, int SlabColumns, int consumers>
 struct WarpgroupFragments {
   static constexpr bool by_rows = Rows == 64 * consumers;
@@ -97,10 +102,10 @@ struct WarpgroupFragments {
   }
 };
 
-// Tile coordinates of a CTA, and the query tiles that it iterates over. Kept in shared memory if
-// both head dims are 256: 468 instead of 451 TFLOP/s (H200, 16384 tokens). For smaller head dims,
-// spilling a few registers is faster, with two exceptions: with lists of query tiles, consumers for
-// head_dim 128 spill 50 bytes less, and with halves of the columns up to 100 bytes less.
+// Tile coordinates of a CTA, and the query tiles that it iterates over. They are in shared memory
+// if both head dims are 256 (468 instead of 451 TFLOP/s, H200, 16384 tokens), with lists of query
+// tiles (50 bytes less spilled at head_dim 128), and with halves of the columns (up to 100 bytes
+// less spilled). In other cases, they are in registers, because spilling a few registers is faster.
 template <class Config>
 struct HopperGradientBlockInfo {
   static constexpr bool is_shared = Config::block_mask || Config::cta_ranks > 1 ||
@@ -114,8 +119,8 @@ struct HopperGradientBlockInfo {
   Mask<Config> mask;
   Order order;
 
-  // `first` has the coordinates of the CTA or, in a pair, of its first CTA. Both CTAs of a pair
-  // iterate over the query tiles that attend to any of their keys.
+  // `first` has the coordinates of the CTA or, in a pair, those of the first CTA of the pair. Both
+  // CTAs of a pair iterate over the query tiles that attend to any of their keys.
   __device__ HopperGradientBlockInfo(const GradientParams& p, const GradientTileCoord& first,
                                      const Sequence& sequence)
       : coord(first),
@@ -152,7 +157,8 @@ struct HopperGradientCta {
   static constexpr int dim = Config::padded_dim;
   static constexpr int dim_v = Config::padded_dim_v;
 
-  // Numbers of KV tiles and of parts of the columns that the CTAs of a cluster divide.
+  // Number of KV tiles of a cluster, and number of parts into which it divides the columns. A CTA
+  // has one KV tile and one part.
   static constexpr int kv_tiles = Config::pair;
   static constexpr int column_parts = Config::cta_ranks;
   static constexpr bool exchanges_ds = kv_tiles > 1;
@@ -175,28 +181,29 @@ struct HopperGradientCta {
   using DoutTile = TmaTile<Br, dim_v>;
   // dS: queries by keys, one TMA box for each consumer's keys.
   using DsTile = TmaTile<Br, Bc>;
-  // A slab of dq sums is a box of k, because a matrix descriptor cannot start within a box.
+  // A slab of dq sums has the columns of a box of k, because a matrix descriptor cannot start
+  // within a box.
   using Fragments = WarpgroupFragments<Br, dim, KeyTile::box_columns, consumers>;
-  // Number of dq sums that the CTA adds. A tile in the workspace has those of all CTAs of the
-  // cluster, consecutively.
+  // Number of dq sums that the CTA adds. A tile in the workspace holds the sums of all CTAs of the
+  // cluster, one CTA after another.
   static constexpr int64 dq_floats = Fragments::floats / kv_tiles;
   static constexpr int64 tile_floats = ranks * dq_floats;
   __device__ static int64 first_float() { return rank() * dq_floats; }
 
   // Returns the number of dq columns that a consumer computes. Consumers with the same rows divide
-  // the CTA's slabs, and the first consumer computes an odd one.
+  // the CTA's slabs. If the number of slabs is odd, the first consumer computes one more.
   static constexpr int dq_columns(int consumer) {
     if (Fragments::by_rows) return dim;
     return (KeyTile::boxes / kv_tiles + 1 - consumer) / 2 * KeyTile::box_columns;
   }
-  // Returns the first of these columns, and the offset of the consumer's dq sums, both relative to
-  // those of the CTA.
+  // Return the index of the first of these columns, and the offset of the consumer's dq sums, both
+  // relative to those of the CTA.
   static constexpr int first_dq_column(int consumer) {
     return Fragments::by_rows ? 0 : consumer * dq_columns(0);
   }
   static constexpr int dq_offset(int consumer) { return consumer * 64 * dq_columns(0); }
 
-  // Whether consumers write the dq sums to shared memory, from where TMA adds them to global
+  // Whether consumers write the dq sums to shared memory, from where bulk copies add them to global
   // memory.
   static constexpr bool buffers_dq = wants_q && (!wide || Config::buffers_dq);
 
@@ -215,7 +222,7 @@ struct HopperGradientCta {
   static constexpr int p_tiles_offset =
       sums_offset + (buffers_dq ? int(dq_floats * sizeof(float)) : 0);
   static constexpr int p_tile_bytes = Br * Bc * int(sizeof(Element));
-  // The buffers for the peer's partial S and dP: one for each consumer warp.
+  // Buffers for the partial S and dP of the peer CTA: one for each consumer warp.
   static constexpr int peer_scores_offset =
       p_tiles_offset + (wide ? ds_stages * p_tile_bytes : 0);
   static constexpr int peer_scores_warps = exchanges_scores ? 4 * consumers : 0;
@@ -225,13 +232,13 @@ struct HopperGradientCta {
   // Visible pairs of query tiles, one bit each (hopper/listed_tiles.cuh).
   static constexpr int pairs_offset = stats_offset + Config::q_stages * stats_bytes;
   static constexpr int pairs_bytes = Config::stores_pairs ? Br * Bc / 8 : 0;
-  // Steps of the tiles in the stages, with `Config::block_mask` (hopper/listed_tiles.cuh).
+  // Steps of the query tiles in the stages, with `Config::block_mask` (hopper/listed_tiles.cuh).
   static constexpr int steps_offset = pairs_offset + Config::q_stages * pairs_bytes;
   static constexpr int step_bytes = Config::block_mask && !wide ? 8 : 0;
   static constexpr int barrier_offset = steps_offset + Config::q_stages * step_bytes;
   static constexpr int ring_barriers = 2 * (Config::q_stages + Config::dout_stages);
-  // Barriers of k and v (3), of the dq sums or the semaphore (6 at most), of the earlier dq sums
-  // or, for wide heads, P and dS (4 at most), and of the peer's dS.
+  // Number of barriers: 3 of k and v, at most 6 of the dq sums or the semaphore, at most 4 of the
+  // earlier dq sums or, for wide heads, of P and dS, and those of the peer's dS.
   static constexpr int sums_stages = 2;
   static constexpr int other_barriers = 3 + 6 + 4 + peer_ds_stages;
   static_assert(ds_stages <= 2, "barriers are counted for two stages");
@@ -301,9 +308,9 @@ struct HopperGradientCta {
     return {step.head + 1, start_tile()};
   }
 
-  // Returns whether the CTA of this index in the dq order may add to the dq sums of a query tile
-  // whose semaphore has this value. All CTAs of a cluster have the same index and increment the
-  // semaphore, each after it has added its columns.
+  // Returns whether a CTA may add to the dq sums of a query tile, given the value of the semaphore
+  // and the index of the CTA in the dq order. All CTAs of a cluster have the same index, and each
+  // increments the semaphore after it has added its columns.
   __device__ static bool may_add(int semaphore, int order_index) {
     return semaphore / ranks == order_index;
   }
@@ -327,7 +334,8 @@ struct HopperGradientCta {
            mask.visible_begin(last) > coord.begin;
   }
 
-  // A derived class may store each step with its tile of q, so that consumers need not keep it.
+  // Store a step in a stage of q, and load it. A derived class may do so, so that consumers need
+  // not keep steps in registers. Here, nothing is stored, and the argument is returned.
   __device__ static void store_step(const Step&, int) {}
   __device__ static const Step& stored_step(const Step& step, int) { return step; }
   __device__ Step next_stored_step(const Step& step, int) const { return next_step(step); }
@@ -335,7 +343,8 @@ struct HopperGradientCta {
   // ---- Shared memory.
 
   __device__ unsigned keys_address() const { return shared; }
-  // The CTA's columns of its keys, and of its peer's.
+  // Return the addresses of the keys that are multiplied with dS: in a pair, the CTA's columns of
+  // its own keys, and of its peer's keys.
   __device__ unsigned dq_keys_address() const {
     return exchanges_ds ? shared + rank() * PeerKeyTile::bytes : shared;
   }
@@ -362,12 +371,14 @@ struct HopperGradientCta {
   __device__ unsigned peer_scores_address(int warp) const {
     return shared + peer_scores_offset + warp * peer_scores_bytes;
   }
-  // Returns the corresponding address in the shared memory of the peer CTA.
+  // Returns the address in the peer CTA's shared memory that corresponds to an address in this
+  // CTA's.
   __device__ static unsigned at_peer(unsigned address) {
     return ptx::map_to_cta(address, rank() ^ 1);
   }
   // Returns the row statistics of a stage: first lse_log2 of each row, then -delta of each row. If
-  // dP is a sum over parts of the columns, the second CTA has zeros instead of -delta.
+  // CTAs have halves of the columns, the second CTA has zeros instead of -delta, because dP is the
+  // sum over both CTAs.
   __device__ float* stats(int stage) const {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     return reinterpret_cast<float*>(shared_memory + stats_offset) + stage * 2 * Br;
@@ -390,7 +401,7 @@ struct HopperGradientCta {
   __device__ unsigned keys_full() const { return barrier(ring_barriers); }
   __device__ unsigned keys_arrived() const { return barrier(ring_barriers + 1); }
   __device__ unsigned values_full() const { return barrier(ring_barriers + 2); }
-  // Barriers of the dq buffers, if `buffers_dq`. Each consumer has one buffer. Two lanes
+  // Barriers of the dq buffers, with `buffers_dq`. Each consumer has one buffer. Two lanes
   // (`HopperGradientAdder`) add it to memory in alternate steps, and each lane waits at a
   // `sums_full` barrier of its own.
   __device__ unsigned sums_empty(int consumer) const {
@@ -402,8 +413,8 @@ struct HopperGradientCta {
   __device__ unsigned earlier_sums_full(int consumer) const {
     return barrier(ring_barriers + 3 + consumers + consumers * sums_stages + consumer);
   }
-  // Barriers of consumers with the same keys (split_consumers.cuh). Those of the semaphore are used
-  // unless `buffers_dq`.
+  // Barriers of consumers with the same keys (split_consumers.cuh). The first two are used without
+  // `buffers_dq`, and the last one in pairs of KV tiles.
   __device__ unsigned semaphore_acquired(int stage) const {
     return barrier(ring_barriers + 3 + stage);
   }
@@ -415,8 +426,8 @@ struct HopperGradientCta {
     return barrier(ring_barriers + other_barriers + stage);
   }
   __device__ unsigned dout_arrived(int stage) const { return q_arrived(Config::q_stages + stage); }
-  // Barriers of a consumer warp for the scores that its peer warp sends, and for the reads of the
-  // peer warp (score_exchange.cuh).
+  // Barriers of a consumer warp: one for the scores that its peer warp sends, and one for the reads
+  // of the scores that it has sent (score_exchange.cuh).
   __device__ unsigned peer_scores_full(int warp) const {
     return barrier(first_scores_barrier + warp);
   }
@@ -476,8 +487,8 @@ struct HopperGradientCta {
   __device__ static void sync_consumer(int consumer) { NamedBarrier<128>{2 + consumer}.sync(); }
 };
 
-// Layout of the dq sums of a whole query tile, for the kernel that converts them. It has a CTA for
-// each part of the columns.
+// Layout of the dq sums of a whole query tile, for the kernel that converts them. That kernel has a
+// CTA for each part of the columns.
 template <class Cta>
 struct TileFragments : Cta::Fragments {
   using Base = typename Cta::Fragments;

@@ -1,8 +1,16 @@
-// Lists of query tiles (backward/listed_tiles.cuh) in the Hopper kernel. The preprocess kernel
-// zeroes dq of query tiles that are in no list (preprocess/zero_rows.cuh).
+// Lists of query tiles (backward/listed_tiles.cuh) in the Hopper kernel.
 //
 // With `Config::stores_pairs`, the block mask also holds the visible pairs of entries that are not
-// full. The loader copies them to shared memory with q, and no warp evaluates the mask.
+// full. TMA copies them to shared memory, and no warp evaluates the mask. For narrow heads, the
+// step (head and list entry) is stored, too. Both arrive in the stage of the query tile:
+//
+//   loader                  q, visible pairs        ->  stage, q_full
+//   row statistics warp     row statistics, step    ->  stage, q_full
+//   consumers               wait for q_full, read all of these, arrive at q_empty
+//
+// dq of query tiles that are in no list is zeroed by the preprocess kernel
+// (preprocess/zero_rows.cuh) if the main kernel writes dq, and otherwise by the kernel that
+// converts the dq sums.
 #pragma once
 
 #include "backward/hopper/cta.cuh"
@@ -16,9 +24,9 @@ struct HopperListedCta : ListedCta<Config, HopperGradientCta<Config>> {
   using Base::Base;
   using typename Base::Step;
 
-  // Store and load the step of the tile in a stage of q. Consumers with keys of their own load the
-  // step whenever they need it, because they have no registers to keep it: kept steps cost 60 bytes
-  // of spills per thread (head_dim 128). A loaded step has no `index`.
+  // Store and load the step of the query tile in a stage of q. Consumers of narrow heads load the
+  // step whenever they need it, because keeping it in registers spills 60 bytes per thread
+  // (head_dim 128). A loaded step has no `index`.
   __device__ static void store_step(const Step& step, int stage) {
     if (Base::step_bytes > 0 && threadIdx.x % 32 == 0) {
       *stage_step(stage) = {step.word(), step.head};
@@ -32,7 +40,7 @@ struct HopperListedCta : ListedCta<Config, HopperGradientCta<Config>> {
     return stored_step(step, stage);
   }
 
-  // Returns whether a key of the KV tile has a visible pair, with `Config::stores_pairs`.
+  // Returns whether a key of the KV tile has a visible pair. Needs `Config::stores_pairs`.
   __device__ bool is_visible_key(int key) const {
     const int offset = key - Base::coord.begin;
     const unsigned* const keys =

@@ -40,7 +40,8 @@ struct HopperGradientLoader {
   }
 
  private:
-  // Loads the columns of the peer CTA's keys that the CTA multiplies with dS.
+  // In a pair of KV tiles, loads the columns of the peer CTA's keys that the peer's dS is
+  // multiplied with.
   __device__ void load_peer_keys() const {
     static_assert(!Config::has_seqlens, "TMA clears the rows past the end of the sequence");
     using Tile = typename Cta::PeerKeyTile;
@@ -61,8 +62,9 @@ struct HopperGradientLoader {
     q_ring.advance();
   }
 
-  // Loads the visible pairs of a step, before the arrival at `barrier`. A template, because
-  // `p.block_mask` exists only in translation units with modifications.
+  // Loads the visible pairs of a masked step. Call it before the arrival at `barrier`, which then
+  // also expects these bytes. A template, because `p.block_mask` exists only in translation units
+  // with modifications.
   template <class AnyParams>
   __device__ void load_pairs(const AnyParams& p, const Step& step, int stage,
                              unsigned barrier) const {

@@ -21,7 +21,8 @@ struct Const {
   static constexpr bool value = Value;
 };
 
-// Returns the number of k steps of 16 columns for a head dim of which a CTA has `columns` columns.
+// Returns the number of k steps, of 16 columns each, of a product over head_dim. A CTA has at most
+// `columns` of its columns.
 constexpr int k_steps_of(int head_dim, int columns) {
   return round_up(head_dim < columns ? head_dim : columns, 16) / 16;
 }
@@ -75,7 +76,7 @@ struct HopperGradientProducts {
   PipelineState<Cta::ds_stages> ds_ring = {};
   // Sums of P of each key, to detect keys whose pairs are all masked, if `sums_p`.
   float p_sums[2] = {};
-  int sums_phase = 1;  // of the consumer's dq buffer
+  int sums_phase = 1;  // phase of `sums_empty`
   int sums_stage = 0;
 
   __device__ HopperGradientProducts(const Cta& cta, int consumer)
@@ -250,8 +251,8 @@ struct HopperGradientProducts {
   }
 
   // Returns the matrix descriptor of the operand `offset` bytes after an address. If the address is
-  // computed each time (`matrix_address`), a sum of 64 bits would take twice as many instructions
-  // between two products.
+  // recomputed for each product (see `matrix_address`), only the lower 32 bits are added, because a
+  // 64-bit addition would take twice as many instructions between two products.
   __device__ static unsigned long long descriptor(unsigned long long layout, unsigned address,
                                                   int offset) {
     if constexpr (!Cta::exchanges_scores) return layout + (address + offset) / 16;
@@ -260,9 +261,10 @@ struct HopperGradientProducts {
   }
 
   // Returns an address for use in matrix descriptors. With halves of the columns, the shuffle tells
-  // the compiler that the address is uniform within a warp. It also makes the compiler compute the
-  // address each time: kept addresses cost 130 bytes of spills per thread (head_dim 512). Call it
-  // before `wgmma_fence`; after it, the compiler merges shuffles and keeps addresses.
+  // the compiler that the address is uniform within a warp. It also makes the compiler recompute
+  // the address for each product, because keeping addresses spills 130 bytes per thread (head_dim
+  // 512). Call it before `wgmma_fence`: after the fence, the compiler merges shuffles and keeps
+  // addresses.
   __device__ static unsigned matrix_address(unsigned address) {
     if constexpr (Cta::exchanges_scores) address = __shfl_sync(~0u, address, 0);
     return ::matrix_address<Cta::ranks>(address);
@@ -287,8 +289,8 @@ struct HopperGradientProducts {
     load_rows(minus_delta, part, Br);
   }
   __device__ void load_rows(LaneRows& row_values, int part, int first) const {
-    // The compiler must not keep the lane's offset in a register: with lists of query tiles and
-    // head_dim 128, it would spill 20 bytes more.
+    // `opaque` makes the compiler recompute the lane's offset. Keeping it in a register spills 20
+    // more bytes (lists of query tiles, head_dim 128).
     const int lane_row = ptx::opaque(threadIdx.x) % 4 * 2;
     const float* stats = cta.stats(q_ring.index) + first + part * columns + lane_row;
     using Pair = Vector<float, 2>;
@@ -305,8 +307,8 @@ struct HopperGradientProducts {
     for (int i = 0; i < columns / 2; ++i) gradients[i] = minus_delta[i / 4 * 2 + i % 2];
   }
 
-  // Loads the lane's word of visible pairs (`TransposedPairs`) of a part of the query tile in the
-  // current stage. The word is meaningless if the tile is not masked.
+  // Loads the thread's word of visible pairs (`TransposedPairs`) of a part of the query tile in the
+  // current stage. The word is uninitialized if the tile is not masked.
   __device__ unsigned load_visible_pairs(int part) const {
     if constexpr (Config::stores_pairs) {
       static_assert(columns == TransposedPairs::side, "one word per lane");
@@ -363,8 +365,8 @@ struct HopperGradientProducts {
                                     element(scores), key_step(), first, last);
   }
 
-  // Whether P of all pairs is computed before masked P are set to 0. Otherwise the mask is part of
-  // the code that computes P.
+  // Whether P is computed for all pairs, and the P of masked pairs are set to 0 afterwards.
+  // Otherwise the code that computes P evaluates the mask.
   static constexpr bool masks_p =
       !Config::modified || (Config::stores_pairs && !Mods::changes_scores);
 
@@ -389,8 +391,8 @@ struct HopperGradientProducts {
                                          key_step());
     }
   }
-  // Whether sums of P tell which keys have a visible pair. Otherwise the block mask does, because
-  // bits that consumers collect, or sums, take registers. A score of -inf masks its pair, too.
+  // Whether sums of P show which keys have a visible pair. If the block mask stores visible pairs,
+  // its bits of keys show this without registers. But a changed score of -inf masks its pair, too.
   static constexpr bool sums_p =
       Mods::masks_pairs && (Mods::changes_scores || !Config::stores_pairs);
 
@@ -401,8 +403,9 @@ struct HopperGradientProducts {
     }
   }
 
-  // Whether modifications may mask pairs of a tile that `is_masked` excludes. They cannot if the
-  // block mask has all visible pairs: its full tiles have no other pairs, and no row of one key.
+  // Whether modifications may mask pairs of a tile for which `is_masked` is false. They cannot if
+  // the block mask stores visible pairs: all pairs of its full tiles are visible, so no row of such
+  // a tile attends to one key only.
   static constexpr bool may_mask_any_tile =
       Config::may_mask_pairs && (Mods::changes_scores || !Config::stores_pairs);
 
@@ -500,7 +503,7 @@ struct HopperGradientProducts {
   __device__ void write_dq(DqPart& sums, const Step& step, int stage) const {
     const float scale = signed_scale<Config, float>(cta.p);
     const int warp = 4 * consumer + threadIdx.x / 32 % 4;
-    const int lane = ptx::opaque(threadIdx.x % 32);  // as in `load_rows`: 40 bytes
+    const int lane = ptx::opaque(threadIdx.x % 32);  // 40 bytes less spilled, see `load_rows`
     const int first_column = Cta::first_dq_column(warp / 4);
     Gradient* output = cta.p.dq.template head<Gradient>(cta.sequence.q_batch, step.head) +
                        (cta.sequence.q_first + int64(step.tile * Br)) * cta.p.dq.row_stride;

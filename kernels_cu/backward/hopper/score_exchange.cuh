@@ -1,25 +1,28 @@
-// Exchange of partial scores between two CTAs of a cluster that own a KV tile, if a head is too
-// wide for one CTA. Each CTA has half of the columns of q, k, v and dout, so that its S and dP are
-// sums over half of the columns. It sends them to its peer CTA and adds those that it receives. As
-// a + b equals b + a, both CTAs get bitwise equal P and dS. They multiply P and dS by their own
-// columns, so nothing else is exchanged.
+// Exchange of partial scores between the two CTAs of a cluster, for heads that are too wide for one
+// CTA. Both CTAs own the same KV tile, and each has half of the columns of q, k, v and dout. S and
+// dP of a CTA are therefore partial sums, over half of the columns. Each CTA sends its partial sums
+// to its peer CTA and adds those that it receives. As a + b equals b + a, both CTAs compute bitwise
+// equal P and dS. Each CTA multiplies P and dS by its own columns, so nothing else is exchanged.
 //
-// A consumer warp exchanges sums with the same warp of the peer CTA: S if it is a warp of the dv
-// consumer, otherwise dP. It has one receive buffer and two barriers, `peer_scores_full` (full) and
-// `peer_scores_read` (read):
+// Each consumer warp exchanges sums with the warp of the same index in the peer CTA. Warps of the
+// dv consumer exchange S, and warps of the dk consumer dP. Each warp has one receive buffer and two
+// mbarriers in the shared memory of its CTA: `peer_scores_full` (full) completes when sums have
+// arrived in the buffer, and `peer_scores_read` (read) when the peer warp has read the sums that
+// were sent to it. For query tile i:
 //
-//   warp of CTA 0                          peer warp in CTA 1
-//   ------------------------------------   ------------------------------------
-//   full: expects the bytes                full: expects the bytes
-//   read: waits for sums i - 1             read: waits for sums i - 1
-//   st_async  ------ sums i ------------>  buffer, counted on full
-//   buffer    <----- sums i -------------  st_async
-//   waits for full, reads, adds            waits for full, reads, adds
-//   arrives   -------------------------->  read
-//   read      <--------------------------  arrives
+//   warp in CTA 0                            its peer warp in CTA 1
+//   --------------------------------------   --------------------------------------
+//   arrives at its full, expects the bytes   arrives at its full, expects the bytes
+//   waits at its read (sums i - 1 are read)  waits at its read (sums i - 1 are read)
+//   st_async  -------- sums i ------------>  buffer; the bytes complete on full
+//   buffer; the bytes complete on full  <--  sums i -----------------------  st_async
+//   waits at its full                        waits at its full
+//   reads the buffer, adds                   reads the buffer, adds
+//   arrives at the peer's read  ---------->  read
+//   read  <--------------------------------  arrives at the peer's read
 //
-// A warp waits for the last arrival at its `read` before it exits. By then it has received all
-// sums, so one CTA may exit before the other.
+// A warp waits for the last arrival at its `read` before it exits. It has then received all sums,
+// and no arrival is in flight, so one CTA may exit before the other.
 #pragma once
 
 #include "backward/hopper/listed_tiles.cuh"
@@ -49,7 +52,7 @@ struct HopperScoreExchange<Config, true> {
 
   __device__ HopperScoreExchange(const Cta& cta, int consumer) : cta(cta), consumer(consumer) {}
 
-  // Sends the sums to the peer warp, once it has read the previous ones.
+  // Sends partial sums to the peer warp. Waits until the peer warp has read the previous ones.
   __device__ void send(const Sums& sums) const {
     const unsigned full = cta.peer_scores_full(warp());
     const unsigned target = Cta::at_peer(lane_address()), target_full = Cta::at_peer(full);
@@ -62,7 +65,7 @@ struct HopperScoreExchange<Config, true> {
     }
   }
 
-  // Adds the sums of the peer warp to those that were sent to it.
+  // Waits for the partial sums of the peer warp and adds them to `sums`, which this warp has sent.
   __device__ void receive(Sums& sums) {
     const unsigned received = lane_address();
     ptx::mbarrier_wait_for_cluster(cta.peer_scores_full(warp()), phase);
@@ -79,7 +82,7 @@ struct HopperScoreExchange<Config, true> {
     phase ^= 1;
   }
 
-  // Waits for the last arrival of the peer CTA, so that none comes after this CTA has exited.
+  // Waits for the last arrival of the peer warp. An arrival must not reach a CTA that has exited.
   __device__ void finish() const { ptx::mbarrier_wait(cta.peer_scores_read(warp()), phase ^ 1); }
 
  private:

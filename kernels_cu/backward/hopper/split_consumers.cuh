@@ -1,59 +1,80 @@
-// Consumers of the Hopper gradient kernel for wide heads: dk and dv of 64 keys exceed the registers
-// of a warpgroup. Both consumers have the CTA's keys: one sums dv, the other dk, and each computes
-// one or two slabs of 64 columns of dq, in chunks of a slab. P goes from the dv consumer to the dk
-// consumer through shared memory, and dS back. The additions of dq overlap the next products:
+// Consumers of the Hopper gradient kernel for wide heads, where dk and dv of 64 keys exceed the
+// registers of a warpgroup. Both consumers have all keys of the CTA. The dv consumer computes P and
+// sums dv. The dk consumer computes dS and sums dk. Each consumer computes some of the columns of
+// dq, in one or two chunks of at most 64 columns. P passes from the dv consumer to the dk consumer
+// through shared memory, and dS passes back:
 //
-//   dv consumer   P(i) -> dV(i) ...... dQ(i), first  | dQ(i), second | S(i + 1)
-//   dk consumer   ......... dS(i) -> dK(i)  dQ(i), first | dQ(i), second | dP(i + 1)
-//                    P        dS                       add first       add second
+//   dv consumer                      dk consumer
+//   ------------------------------   ------------------------------
+//   S(i)                             dP(i)
+//   P(i)  -------- p_full -------->  waits for P(i)
+//   dV(i)                            dS(i)
+//   waits for dS(i)  <-- ds_full --  dK(i)
+//   dQ(i), chunks of its columns     dQ(i), chunks of its columns
 //
-// With two exchange buffers, the dv consumer computes P a tile ahead, so that its exponentials
-// overlap dV(i) and the products of the dk consumer:
+// Each chunk of dq is added to memory while the next product runs: the next chunk or, after the
+// last chunk, S(i + 1) or dP(i + 1).
 //
-//   dv consumer   S(i + 1) dV(i) | P(i + 1) | dQ(i), first | dQ(i), second
-//   dk consumer   ...... dS(i) -> dK(i)  dQ(i), first | dQ(i), second | dP(i + 1)
+// With two exchange buffers (`Config::exchange_stages`), the dv consumer computes P a query tile
+// ahead. Its exponentials then overlap dV(i) and the products of the dk consumer:
+//
+//   dv consumer   S(i + 1), dV(i) | P(i + 1) | dQ(i)
+//   dk consumer   dS(i) | dK(i), dQ(i) | dP(i + 1)
 //
 // If two CTAs have halves of the columns (score_exchange.cuh), a consumer sends its S or dP to the
-// peer CTA once the product is complete, and adds what the peer CTA sent when it needs the sum: the
-// dv consumer for P, the dk consumer for dS.
+// peer CTA when the product is complete. It adds the sums of the peer CTA later, when it computes P
+// or dS.
 //
-// No barrier signals that a buffer is empty. The dv consumer writes P to a buffer once dS of the
-// tile that used it has arrived, and the dk consumer wrote that dS after it had read P. The dk
-// consumer writes dS once P of the same tile has arrived, and the dv consumer sent that P after its
-// products with the dS that used the buffer.
+// No barrier signals that an exchange buffer is empty, because the order of the operations
+// suffices. P has n buffers, and so has dS:
 //
-// If `buffers_dq`, the consumers write dq to shared memory, and adder lanes add it to global memory
-// (`HopperGradientAdder`). For the widest heads, shared memory has neither space nor bandwidth, so
-// the consumers add from registers. Two lanes of the producer warpgroup then operate the dq
-// semaphore for them:
+//   P(i + n) overwrites P(i)     The dv consumer writes P(i + n) after dS(i) has arrived. The dk
+//                                consumer wrote dS(i) after it had read P(i).
+//   dS(i + n) overwrites dS(i)   The dk consumer writes dS(i + n) after its own dQ(i) and after
+//                                P(i + n) has arrived. The dv consumer wrote P(i + n) after dQ(i).
 //
-//   semaphore lane  acquires the semaphore       | both have added: releases it
-//   consumers       semaphore_acquired -> add, dq_added
+// With `buffers_dq`, the consumers write dq to shared memory, from where `HopperGradientAdder` adds
+// it to global memory. The widest heads leave no space for this buffer, and its traffic would
+// exceed the bandwidth of shared memory, so consumers add dq from registers. Two lanes of the
+// producer warpgroup then operate the dq semaphore (`HopperSemaphoreWarp`):
 //
-// Additions of dq limit these kernels. In a pair of KV tiles (`Config::pair`), two CTAs therefore
-// visit the same query tiles and exchange dS. They have consecutive KV tiles. Each computes half of
-// the columns of dq, from the keys of both, so that half as many bytes are added. TMA loads the
-// CTA's columns of the peer's keys once. The copy of a dS tile completes the peer's `peer_ds_full`:
+//   semaphore lane                               consumers
+//   ------------------------------------------   ---------------------------------
+//   acquires the semaphore in global memory
+//   arrives  -------- semaphore_acquired ----->  wait, add dq
+//   waits  <---------------- dq_added ---------  arrive
+//   releases the semaphore
 //
-//   dk consumer   dS(i) -> copy to the peer, dK(i)   dQ(i) of own dS | dQ(i) of the peer's dS
-//   dv consumer   dV(i) ..........................   dQ(i) of own dS | dQ(i) of the peer's dS
-//                                              ds_full           peer_ds_full
+// Pairs of KV tiles (`Config::pair`): additions of dq limit these kernels, so two CTAs of a cluster
+// combine their contributions before they add. The CTAs have consecutive KV tiles, iterate over the
+// same query tiles and exchange dS. Each CTA computes half of the columns of dq, from the keys of
+// both CTAs, so each adds half as many bytes. At its start, a CTA loads its columns of the peer's
+// keys. For each query tile, a bulk copy brings the peer's dS:
 //
-// Here, too, no barrier signals that a buffer is empty. Let A and B be the CTAs, and let there be n
-// buffers for the peer's dS. B sends dS(i + n) to the buffer that A used for dS(i), and A must have
-// completed dQ(i). With n = 2, or with n = 3 if P is computed a tile ahead, A has done so:
+//   CTA A                                          CTA B
+//   --------------------------------------------   -----------------------------------
+//   dk consumer writes dS(i), arrives at ds_full   the same
+//   copy of dS(i)  ---------------------------->   completes on peer_ds_full
+//   completes on peer_ds_full  <----------------   copy of dS(i)
+//   both consumers: dQ(i) of A's dS (ds_full)      the same
+//   both consumers: dQ(i) += product of B's dS     the same, with A's dS
+//     (peer_ds_full)
 //
-//   B  dk consumer  sends dS(i + n)      after its dQ(i + n - 1), with A's dS(i + n - 1)
-//   A  dk consumer  sends dS(i + n - 1)  after its dQ(i + n - 2), with P(i + n - 1)
-//   A  dv consumer  sends P(i + n - 1)   after its dQ(i + n - 2) or, a tile ahead, dQ(i + n - 3)
+// No barrier signals that a buffer of the peer's dS is empty, either. There are n such buffers.
+// B sends dS(i + n) to the buffer in A that held its dS(i). Both consumers of A must have completed
+// dQ(i) then. n is 2, or 3 if P is computed a query tile ahead, and these dependencies suffice:
 //
-// A's dk consumer writes dS(i + 2) to the buffer of its dS(i) after its dQ(i + 1), with B's
-// dS(i + 1). B's dk consumer sent that after its dQ(i), so that the copy of dS(i) had arrived. For
-// A's own products, the argument of CTAs without a peer holds.
+//   B, dk consumer   sends dS(i + n)        after its dQ(i + n - 1), which needs A's dS(i + n - 1)
+//   A, dk consumer   sends dS(i + n - 1)    after its dQ(i + n - 2), and after P(i + n - 1) arrived
+//   A, dv consumer   writes P(i + n - 1)    after its dQ(i + n - 2) or, a tile ahead, dQ(i + n - 3)
+//
+// A's dk consumer overwrites its own dS(i) with dS(i + 2). The copy of dS(i) has then been
+// received: A writes dS(i + 2) after its dQ(i + 1), which needs B's dS(i + 1), and B sent dS(i + 1)
+// after its dQ(i), which needs A's dS(i). The consumers of A have read dS(i) for the reasons above.
 //
 // Both CTAs add their columns of a query tile at the same index in the dq order, and both increment
-// its semaphore. If the number of KV tiles is odd, the last pair has a CTA without keys: TMA fills
-// its tiles with zeros, and the mask makes its P zero.
+// its semaphore. If the number of KV tiles is odd, the second CTA of the last pair has no keys: TMA
+// fills its tiles with zeros, and the mask sets its P to zero.
 #pragma once
 
 #include "backward/hopper/listed_tiles.cuh"
@@ -79,7 +100,7 @@ struct HopperWideProducts : HopperGradientProducts<Config, DqColumns> {
                 "a query tile is one part, and both consumers have the same keys");
 
   PipelineState<Cta::sums_stages> semaphore_ring = {};
-  // Position among the buffers of the peer's dS, if it differs from that among the CTA's own.
+  // Buffer of the peer's dS, if the number of these buffers differs from that of the CTA's own dS.
   static constexpr bool has_peer_ring = Cta::exchanges_ds && Cta::peer_ds_stages != Cta::ds_stages;
   PipelineState<has_peer_ring ? Cta::peer_ds_stages : 1> other_peer_ring = {};
   HopperScoreExchange<Config> score_exchange = {cta, consumer};
@@ -95,8 +116,8 @@ struct HopperWideProducts : HopperGradientProducts<Config, DqColumns> {
     }
   }
 
-  // In a pair of KV tiles, waits for the peer's dS and issues its product with the peer's keys. The
-  // product of the CTA's own dS and keys may be in flight.
+  // In a pair of KV tiles, waits for the peer's dS and adds its product with the peer's keys to
+  // `sums`. The product of the CTA's own dS and keys may be in flight.
   __device__ void add_peer_dq(DqPart& sums) const {
     if constexpr (Cta::exchanges_ds) {
       static_assert(Base::dq_chunks == 1, "each consumer of a pair has one chunk");
@@ -109,14 +130,15 @@ struct HopperWideProducts : HopperGradientProducts<Config, DqColumns> {
     }
   }
 
-  // Advances to the next tile's dS.
+  // Advances to the dS of the next query tile.
   __device__ void advance_ds() {
     ds_ring.advance();
     if constexpr (has_peer_ring) other_peer_ring.advance();
   }
 
-  // Completes the consumer's columns of dq, whose first chunk is in flight, and adds them. `next()`
-  // issues the next tile's product before the last addition, so that they overlap.
+  // Completes the consumer's columns of dq, whose first chunk is in flight, and adds them to
+  // memory. `next()` issues the first product of the next query tile before the last addition, so
+  // that both overlap.
   template <class Next>
   __device__ void add_dq(DqPart& first, const Step& step, Next next) {
     add_peer_dq(first);
@@ -134,8 +156,8 @@ struct HopperWideProducts : HopperGradientProducts<Config, DqColumns> {
     }
   }
 
-  // Writes a chunk of dq to the consumer's buffer or, without buffers, adds it to global memory
-  // once the CTA holds the semaphore.
+  // Writes a chunk of dq to the consumer's buffer or, without buffers, waits for the semaphore and
+  // adds the chunk to global memory.
   template <int Chunk>
   __device__ void add(const DqPart& sums, const Step& step) {
     static_assert(Base::dq_chunks <= 2, "at most two chunks");
@@ -146,7 +168,7 @@ struct HopperWideProducts : HopperGradientProducts<Config, DqColumns> {
     }
   }
 
-  // The dq order's first CTA stores, so no kernel clears the sums.
+  // Adds a chunk of dq. The first CTA of the dq order stores it, so that no kernel clears the sums.
   template <int Chunk>
   __device__ void add_to_global(const DqPart& sums, const Step& step) {
     const DqSums<Config> all(cta.p);
@@ -250,12 +272,12 @@ struct HopperValueConsumer
     dout_ring.advance();
   }
 
-  // Processes a tile whose scores or, if `ahead`, whose P are complete. Unless `Last`, also
-  // completes those of the next tile.
+  // Processes a query tile whose S or, if `ahead`, whose P is complete. Unless `Last`, also
+  // completes S or P of the next query tile.
   template <bool Last>
   __device__ void process_tile(const Step& step) {
     constexpr bool has_next_p = ahead && !Last;
-    // While the peer CTA's scores are on their way, dV completes. The next dout is loaded earlier.
+    // dV completes while the peer CTA's scores are on their way, so that dout is released earlier.
     constexpr bool completes_dv_first = has_next_p && Cta::exchanges_scores;
     if constexpr (!ahead) softmax_backward(left_p, step);
     Scores next;
@@ -384,7 +406,8 @@ struct HopperKeyConsumer : HopperWideProducts<Config, HopperGradientCta<Config>:
     }
   }
 
-  // With halves of the columns, completes dP^T of the next query tile and sends it to the peer CTA.
+  // If CTAs have halves of the columns, completes dP^T of the next query tile and sends it to the
+  // peer CTA.
   __device__ void send_next() {
     if constexpr (wants_ds && Cta::exchanges_scores) {
       Base::template wait<0>(gradients);
@@ -440,7 +463,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config, HopperGradientCta<Config>:
     if constexpr (Cta::exchanges_ds) send_ds();
   }
 
-  // Sends dS to the peer CTA, and expects the peer's.
+  // In a pair of KV tiles, sends dS to the peer CTA and expects the bytes of the peer's dS.
   __device__ void send_ds() const {
     if (threadIdx.x % 128 == 0) {
       const int stage = Base::peer_ds_ring().index;
@@ -455,7 +478,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config, HopperGradientCta<Config>:
     __syncwarp();
   }
 
-  // Reads what the dv consumer has passed: P, or P times the slope if `single_pass`.
+  // Reads P, or P times the slope if `single_pass`, which the dv consumer has written.
   __device__ void receive_p(Scores& scores) const {
     const unsigned address = cta.p_tile_address(ds_ring.index);
 #pragma unroll

@@ -1,12 +1,12 @@
-// Division of the gradient of a bias into tiles. A tile of the gradient is a sum over the score
-// tiles that the tile of the bias is added to, which are those along its broadcast axes.
+// Division of the gradient of a bias into tiles. A tile of a bias is added to all score tiles along
+// its broadcast axes, so the corresponding tile of the gradient is a sum over these score tiles.
 #pragma once
 
 #include "backward/inputs/bias_work.cuh"
 #include "backward/params.cuh"
 #include "scheduler/tile_coord.cuh"
 
-// Axes of a bias that are not broadcast.
+// Which axes of a bias are not broadcast, and the numbers of tiles that follow.
 template <class Config>
 struct BiasAxes {
   const GradientParams& p;
@@ -19,9 +19,10 @@ struct BiasAxes {
 
   __device__ explicit BiasAxes(const GradientParams& p) : p(p) {}
 
-  // Return the number of gradient tiles, and of score tiles that are summed into each of them, of
-  // `rows` x `keys` scores. Along each axis, one of both numbers is 1, so the indices of a gradient
-  // tile plus those of a summed tile are the indices of a score tile.
+  // Return the number of gradient tiles along each axis, and the number of score tiles that are
+  // summed into each of them. A tile has `rows` x `keys` scores. Along each axis, one of the two
+  // numbers is 1, so the indices of a gradient tile plus those of a summed tile are the indices of
+  // a score tile.
   __device__ ScoreTiles output_tiles(int rows, int keys) const {
     return {keeps_batch ? p.batch : 1, keeps_heads ? p.heads_q : 1,
             keeps_rows ? ceil_div(p.seqlen_q, rows) : 1,

@@ -1,5 +1,5 @@
-// Order in which CTAs compute the tiles of the gradient of a bias. It depends on sizes and the mask
-// only, so tests run this file on the host.
+// Order in which CTAs compute the tiles of the gradient of a bias. It depends only on sizes and on
+// the mask, so tests run this file on the host.
 #pragma once
 
 #include "scheduler/tile_coord.cuh"
@@ -25,13 +25,13 @@ struct ScoreTiles {
   }
 };
 
-// Numbers of tiles of a call.
+// Numbers of gradient tiles and of score tiles of a call.
 struct BiasWorkSizes {
-  ScoreTiles outputs;  // tiles of the gradient
-  ScoreTiles summed;   // score tiles that are summed into each
-  int parts;           // number of partial sums of each tile
-  int count;           // number of partial sums of all tiles
-  int summed_per_part;
+  ScoreTiles outputs;   // tiles of the gradient
+  ScoreTiles summed;    // score tiles that are summed into each gradient tile
+  int parts;            // number of partial sums of each gradient tile
+  int count;            // number of partial sums of all gradient tiles
+  int summed_per_part;  // number of score tiles of a partial sum
 
   __device__ static BiasWorkSizes of(const ScoreTiles& outputs, const ScoreTiles& summed,
                                      int parts) {
@@ -40,15 +40,16 @@ struct BiasWorkSizes {
   }
 };
 
-// Work of a CTA, or of a cluster: tiles of the gradient, or partial sums of them if there are
-// several parts, each with the score tiles that are summed into it. Score tiles of `Rows` x `Keys`
-// pairs without a visible pair are skipped. The mask is the same in all sequences.
+// Sequence of work items of a CTA or of a cluster. An item is a tile of the gradient or, with
+// several parts, a partial sum of a tile. Each item is a sum over score tiles of `Rows` x `Keys`
+// pairs. Score tiles without a visible pair are skipped. The mask must be the same in all
+// sequences.
 template <class Config, int Rows, int Keys>
 struct BiasWork {
   const BiasWorkSizes& sizes;
   const Mask<Config>& mask;
   const int seqlen_q;
-  int item;           // index of the partial sum
+  int item;           // index of the item
   ScoreTiles output;  // indices of the gradient tile
   ScoreTiles tile;    // indices of the score tile, relative to `output`
   int left;           // number of score tiles from `tile` on
@@ -106,7 +107,8 @@ struct BiasWork {
   __device__ void skip_hidden() {
     while (left > 0 && is_hidden()) advance();
   }
-  // Both bounds of the visible keys grow from row to row.
+  // Returns whether the score tile has no visible pair. The first and the last row suffice, because
+  // both bounds of the visible keys grow from row to row.
   __device__ bool is_hidden() const {
     const int last_row = min(first_row() + Rows, seqlen_q) - 1;
     return first_key() >= mask.visible_end(last_row) ||

@@ -48,7 +48,8 @@ struct MmaGradientCta {
   static_assert(passes * columns * query_warps == Br, "whole passes");
 
   // Whether all left operands of dv and dk pass through shared memory. An operand has at least 16
-  // queries. If a warp computes the scores of eight, an operand consists of those of two warps.
+  // queries. If a warp computes the scores of eight queries, an operand consists of the scores of
+  // two warps.
   static constexpr bool shares_operands = columns == 8;
   static constexpr int operand_columns = shares_operands ? 16 : columns;
   static constexpr int steps = operand_columns / 16;
@@ -58,7 +59,7 @@ struct MmaGradientCta {
   static constexpr int dq_row_warps = Config::dq_row_warps;
   static constexpr int dq_column_warps = warps / dq_row_warps;
   static constexpr int dq_row_tiles = Br / 16 / dq_row_warps;
-  static constexpr int dq_steps = Config::dq_steps;  // 16-column steps that a warp sums at once
+  static constexpr int dq_steps = Config::dq_steps;  // number of 16-column steps summed at once
 
   static constexpr int dim = Config::padded_dim;
   static constexpr int dim_v = Config::padded_dim_v;

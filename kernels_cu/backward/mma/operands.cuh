@@ -65,8 +65,9 @@ struct Exchange {
     }
   }
 
-  // Writes eight columns of a left operand, the chunk of index `chunk`, to the 16 rows from `row`
-  // on. `low` is the lane's pair in the first eight rows, and `high` its pair in the other rows.
+  // Writes eight columns of a left operand, as the chunk of index `chunk`, to the 16 rows from
+  // `row` on. `low` is the lane's pair of elements in the first eight rows, and `high` that in the
+  // other rows.
   __device__ static void write_chunk(unsigned shared, unsigned low, unsigned high, int row,
                                      int chunk) {
     const int lane = threadIdx.x % 32;
@@ -116,7 +117,7 @@ struct ColumnSlice {
   }
 
   // Accumulates sums += left B, where `b` is the `lane_address()` of the 16 rows of B. `sums` holds
-  // the warp's columns from 16 * `first` on, all of them or some.
+  // all or some of the warp's columns, starting at column 16 * `first`.
   template <int row_tiles, int column_tiles>
   __device__ static void multiply(float (&sums)[row_tiles][column_tiles][4],
                                   const LeftStep<row_tiles>& left, unsigned b, int first = 0) {
@@ -138,8 +139,8 @@ struct ColumnSlice {
   }
 
   // For float32 components: accumulates sums[i] += factor(i) (left B)[i], i a row tile. The product
-  // over all 16 * `depth` rows of B is summed separately, and then added. For `first` see
-  // `multiply()`.
+  // over all 16 * `depth` rows of B is summed separately, and then added. `first` has the same
+  // meaning as in `multiply()`.
   template <int row_tiles, int column_tiles, int depth, class Factor>
   __device__ static void add_product(float (&sums)[row_tiles][column_tiles][4],
                                      const LeftStep<row_tiles> (&left)[depth][2], unsigned b,

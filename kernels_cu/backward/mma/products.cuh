@@ -64,7 +64,7 @@ struct MmaGradientProducts : MmaCta<Config> {
     }
   }
 
-  // If `Exchanges`, writes P^T or dS^T of eight queries to `target` as half of a left operand.
+  // Writes P^T or dS^T of eight queries to `target`, as half of a left operand, if `Exchanges`.
   template <bool Exchanges>
   __device__ void write_half_operand(const Scores& of, unsigned target, int first) {
     if constexpr (!Exchanges) return;
@@ -90,7 +90,7 @@ struct MmaGradientProducts : MmaCta<Config> {
     }
   }
 
-  // Reads a left operand that warps have written, for the queries from `first` on.
+  // Reads a left operand from shared memory, for the queries from `first` on.
   __device__ void read(Left& left, unsigned source, int first) {
 #pragma unroll
     for (int step = 0; step < steps; ++step) {
@@ -276,7 +276,7 @@ struct MmaGradientProducts : MmaCta<Config> {
   }
 
   // Returns the second unit of a left operand of the queries from `first` on. If two warps compute
-  // the operand, this is the larger one of the units that they have stored.
+  // the operand, the larger one of their stored units applies.
   __device__ float second_unit(int begin, int key_warp, int first) {
     const float& unit = stored_unit(begin, key_warp, first);
     return shares_operands ? fmaxf(unit, (&unit)[1]) : unit;

@@ -42,7 +42,7 @@ struct Unit {
     return {__uint_as_float(exponent << 23), __uint_as_float((254 - exponent) << 23)};
   }
 
-  // Returns the unit of size `size`, a power of two that `for_largest()` returned.
+  // Returns the unit whose size is `size`, a power of two that `for_largest()` has chosen.
   __device__ static Unit of_size(float size) {
     return {size, __uint_as_float((254u << 23) - __float_as_uint(size))};
   }

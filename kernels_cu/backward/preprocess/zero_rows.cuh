@@ -43,9 +43,9 @@ struct UnwrittenRows {
     }
   }
 
-  // Zeroes the query tiles that are in no list of the block mask (listed_tiles.cuh). Each
-  // warp tests one tile of one head. The main kernel may write a zeroed tile again, because query
-  // heads share lists.
+  // Zeroes the query tiles that have no visible pair in the block mask. Each warp tests one tile of
+  // one head. The main kernel may write a zeroed tile again, because a list contains the tiles of
+  // all query heads of a KV head (listed_tiles.cuh).
   template <class AnyParams>
   __device__ static void zero_unlisted_tiles(const AnyParams& p) {
     constexpr int Br = Config::dq_Br;
@@ -83,7 +83,7 @@ struct UnwrittenRows {
     }
   }
 
-  // Zeroes a row of `heads` heads from `first_head` on. Called by a warp.
+  // Zeroes a row of `heads` heads, starting at `first_head`. Called by a warp.
   template <int Dim>
   __device__ static void zero_row(const Tensor& gradient, int first_head, int heads, int batch,
                                   int row) {

@@ -1,9 +1,10 @@
-// Prints the results of `bias_work.cuh`. Standard input has one line of numbers: causal, seqlen_q,
-// seqlen_k, q_offset, number of sequences and of heads, whether the bias is broadcast along
-// sequences, heads, rows and keys, parts, CTAs, left and right bound of a window (-1 for no bound)
-// and prefix. The output is one line with ten numbers for each partial sum, followed by those for
-// each of its score tiles: the CTA, the indices of the gradient tile and the part, and then -1 for
-// the partial sum or the sequence, head, first row and first key of the score tile.
+// Prints the results of `bias_work.cuh`. Each line of standard input has these numbers: causal,
+// seqlen_q, seqlen_k, q_offset, number of sequences, number of heads, whether the bias is broadcast
+// along sequences, heads, rows and keys, number of parts, number of CTAs, left and right bound of a
+// window (-1 for no bound), and prefix. The output has one line for each input line, with ten
+// numbers for each partial sum, followed by ten numbers for each of its score tiles: the CTA, the
+// four indices of the gradient tile, the part, and four numbers that are -1 for the partial sum and
+// otherwise the sequence, head, first row and first key of the score tile.
 #include <cstdio>
 
 #include "cuda_on_cpu.h"

@@ -1,8 +1,8 @@
-// Prints the results of `order.cuh`. Standard input has one line of numbers for each mask:
-// causal, seqlen_q, seqlen_k, q_offset, left and right bound of a window (-1 for no bound) and
-// prefix. The output is one line for each mask, with six numbers for each pair of a KV tile and a
-// query tile: the KV tile, the query tile, the index in the dq order, 1 if it is the last, and these
-// two numbers again for query tiles in descending order.
+// Prints the results of `order.cuh`. Standard input has one line of numbers for each mask: causal,
+// seqlen_q, seqlen_k, q_offset, left and right bound of a window (-1 for no bound) and prefix. The
+// output is one line for each mask, with six numbers for each pair of a KV tile and a query tile:
+// the KV tile, the query tile, the index in the dq order, 1 if it is the last index, and the last
+// two numbers again for the descending order.
 #include <cstdio>
 
 #include "cuda_on_cpu.h"

@@ -1,9 +1,10 @@
-// Prints what the CTAs of a gradient kernel process. Standard input has one line of numbers for each
-// call: causal, 1 for `hopper` or 0 for `mma`, batch, heads_q, heads_kv, seqlen_q, seqlen_k,
-// q_offset, section_heads, head_chunks, tile_chunks, ascending_blocks, number of CTAs, left and right
-// bound of a window (-1 for no bound) and prefix. The output is one line for each call, with nine
-// numbers for each CTA: batch, KV head, KV tile, number of the chunk, first query head and their end,
-// first query tile and their end, and 1 if query tiles are processed in descending order.
+// Prints what the CTAs of a gradient kernel process. Standard input has one line of numbers for
+// each call: causal, 1 for `hopper` or 0 for `mma`, batch, heads_q, heads_kv, seqlen_q, seqlen_k,
+// q_offset, section_heads, head_chunks, tile_chunks, ascending_blocks, number of CTAs, left and
+// right bound of a window (-1 for no bound) and prefix. The output is one line for each call, with
+// nine numbers for each CTA: batch index, KV head, KV tile, index of the chunk, the range [begin,
+// end) of its query heads, that of its query tiles, and 1 if query tiles are processed in
+// descending order.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -11,7 +12,7 @@
 #include "cuda_on_cpu.h"
 #include "mask_configs.h"
 
-// Functions that the included headers name, but that are not called.
+// Definitions of functions that the included headers use but this program does not call.
 inline unsigned __cvta_generic_to_shared(const void*) { return 0; }
 inline float __uint_as_float(unsigned) { return 0; }
 inline unsigned __float_as_uint(float) { return 0; }

@@ -1,4 +1,4 @@
-"""Tests of `bias_work.cuh`, run on the host: the tiles of a bias gradient and of its summands."""
+"""Tests of `bias_work.cuh`, run on the host: gradient tiles of a bias and their score tiles."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ def test_each_visible_score_tile_is_summed_once(program: HostProgram, count: int
             # The score tile has the indices of the gradient tile along the axes of the bias.
             for index, own, shared in zip(tile, output, is_shared, strict=True):
                 assert index == own or shared, (mask, more)
-        # One thread block writes each partial sum, also if no pair is visible.
+        # Exactly one thread block writes each partial sum, even if no pair is visible.
         everything = itertools.product(*map(range, outputs), range(parts))
         assert sorted(owners) == sorted(everything), (mask, more)
         assert all(len(ctas) == 1 for ctas in owners.values()), (mask, more)
-        # The last tile of keys may be visited by rows that attend to no key.
+        # The last tile of keys may also be processed for rows that attend to no key.
         tiles = itertools.product(range(batch), range(heads), visible_tiles(mask))
         expected = {(b, h, *start) for b, h, start in tiles}
         assert len(set(summed)) == len(summed), (mask, more)
@@ -83,7 +83,7 @@ def test_each_visible_score_tile_is_summed_once(program: HostProgram, count: int
 
 
 def test_thread_blocks_share_a_causal_mask_evenly(program: HostProgram) -> None:
-    # There are as many thread blocks as tiles of keys.
+    # The number of thread blocks equals the number of tiles of keys.
     tiles = 12
     line = f"1 {tiles * ROWS} {tiles * KEYS} 0 1 1 0 0 0 0 1 {tiles} -1 -1 0"
     (found,) = program.rows([line], 10)

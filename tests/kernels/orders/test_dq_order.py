@@ -30,8 +30,11 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> HostProgram:
 
 
 def order_of(masks: list[Mask], program: HostProgram) -> list[np.ndarray]:
-    """Return rows for each mask: KV tile, query tile, index in the dq order, is last, and the last
-    two again for query tiles in descending order."""
+    """Return an array for each mask, with a row for each pair of a KV tile and a query tile.
+
+    A row has the KV tile, the query tile, the index in the dq order, whether it is the last index,
+    and these last two again for the descending order.
+    """
     lines = (
         f"{int(m.causal)} {m.seqlen_q} {m.seqlen_k} {m.q_offset} {bounds_of(m)}" for m in masks
     )

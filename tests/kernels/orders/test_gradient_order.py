@@ -15,15 +15,15 @@ from cupy_flash import flash_attention_backward
 from cupy_flash.families.schedule import KEY_GRADIENTS
 from cupy_flash.problem.mask import Mask
 
-# Same values as in `on_cpu/gradient_order.cpp`: those of the default tiles at head_dim 128, and of
-# pairs of thread blocks with 64 keys each at head_dim 256.
+# Same values as in `on_cpu/gradient_order.cpp`. They are those of the default tile at head_dim 128,
+# and of a pair of thread blocks with 64 keys each at head_dim 256.
 BR, BC = 64, 128
 
 pytestmark = needs_host_compiler
 
 
 class Block(NamedTuple):
-    """Output of the program for a thread block."""
+    """Numbers that the program prints for a thread block."""
 
     batch: int
     kv_head: int
@@ -37,7 +37,7 @@ class Block(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Mask of a call, its numbers of sequences and heads, and its line of the program's input."""
+    """Mask of a call, its numbers of sequences and heads, and its line of standard input."""
 
     mask: Mask
     sizes: tuple[int, int, int]
@@ -53,7 +53,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> HostProgram:
 
 
 def random_call(rng: np.random.Generator, family: str, head_dim: int) -> Call:
-    """Return a random call with the order that its plan for an H100 or an A100 determines."""
+    """Return a random call, ordered by the plan for an H100 (`hopper`) or an A100 (`mma`)."""
     heads_kv = int(rng.choice([1, 2, 5, 40]))
     batch, heads_q = int(rng.choice([1, 3])), heads_kv * int(rng.choice([1, 2, 6]))
     rows, keys = (int(rng.choice([130, 900, 4000]) + rng.integers(-60, 60)) for _ in range(2))
@@ -97,7 +97,7 @@ def test_blocks_process_each_tile_once_and_wait_only_for_earlier_blocks(
 ) -> None:
     rng = np.random.default_rng(48)
     calls = [random_call(rng, family, head_dim) for _ in range(200)]
-    # Both kinds of chunks occur, also together; pairs have none.
+    # Chunks occur at head_dim 128, and pairs of thread blocks have none.
     assert any(call.tile_chunks > 1 for call in calls) == (head_dim == 128)
     found = program.rows((call.line for call in calls), len(Block._fields))
     for call, rows in zip(calls, found, strict=True):
@@ -108,7 +108,7 @@ def test_blocks_process_each_tile_once_and_wait_only_for_earlier_blocks(
 
 
 def check_tiles(call: Call, blocks: list[Block]) -> None:
-    """Check that each query tile of a head meets each KV tile that it attends to exactly once."""
+    """Check that each query tile is processed once with each KV tile that it attends to."""
     batch, heads_q, heads_kv = call.sizes
     counts = Counter(
         (block.batch, head, block.kv_tile, tile)
@@ -132,7 +132,7 @@ def check_tiles(call: Call, blocks: list[Block]) -> None:
 
 
 def check_order(blocks: list[Block]) -> None:
-    """Check that predecessors of a block, in the orders of dq, dk and dv, have lower indices."""
+    """Check that the predecessors of a thread block in each order have lower indices."""
     dq_order = defaultdict(list)
     kv_order = defaultdict(list)
     for index, block in enumerate(blocks):
@@ -141,7 +141,7 @@ def check_order(blocks: list[Block]) -> None:
         for head in range(block.first_head, block.end_head):
             for tile in range(block.first_tile, block.end_tile):
                 dq_order[block.batch, head, tile, block.descends].append((position, index))
-    # All blocks of a query tile have the same direction.
+    # All thread blocks of a query tile have the same direction.
     assert len({key[:3] for key in dq_order}) == len(dq_order)
     for order in (*dq_order.values(), *kv_order.values()):
         indices = [index for _, index in sorted(order)]

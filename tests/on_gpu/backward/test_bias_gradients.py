@@ -1,4 +1,4 @@
-"""Gradients of biases on a GPU, of several tiles of each kernel."""
+"""Gradients of biases on a GPU, with several tiles of each kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from cupy_flash.families.hopper import bias_gradients
 
 pytestmark = pytest.mark.gpu
 
-# Of tiles of 128 rows and keys, the last ones are short, and a cluster of two has no second rows.
+# The last tiles of 128 rows and keys are partial, and the last cluster of two has rows for one
+# only.
 BATCH, HEADS, SEQLEN_Q, SEQLEN_K = 2, 4, 300, 328
 WHOLE = (BATCH, HEADS, SEQLEN_Q, SEQLEN_K)
 CAUSAL = {"causal": True}
@@ -120,7 +121,8 @@ def test_many_more_tiles_than_thread_blocks() -> None:
 def test_sums_of_more_tiles_than_a_run(
     kept: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # One thread block adds up all score tiles of a tile of the gradient: 72 or more.
+    # One thread block adds all score tiles of a gradient tile: 72 or more, so there are several
+    # runs.
     monkeypatch.setattr(bias_gradients, "_ITEMS_PER_SM", 0)
     scores = (3, 24, 150, 136)
     shape = tuple(n if is_kept else 1 for n, is_kept in zip(scores, kept, strict=True))

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 # Compilation takes ten times as long as the rest, so the calls of a test differ only in properties
 # that need no other kernel.
 TESTS, WIDE_TESTS, CALLS = 600, 80, 5
-# Head dims of calls with wide heads: one of q and k, or of v, may be narrow.
+# Head dims of calls with wide heads. Either head_dim or head_dim_v may be narrow.
 WIDE = (64, 257, 264, 320, 400, 512, 576)
 
 
@@ -66,8 +66,7 @@ def test_random_gradients_of_wide_heads_are_right(test: int) -> None:
         check_gradients(call, got)
 
 
-# Head dims whose columns two thread blocks divide: equal halves, a partial second half, and one
-# without columns.
+# Head dims whose columns two thread blocks divide. The second half is complete, partial, or empty.
 @pytest.mark.parametrize(
     "head_dims",
     [(512, 512), (384, 384), (264, 264), (320, 448), (512, 64), (40, 512), (128, 272), (504, 256)],
@@ -113,8 +112,11 @@ TILED += [((64, 512), "float16"), ((512, 512), "float32")]
 
 
 def tiles() -> list[tuple[str, tuple[int, int], str, Any]]:
-    """Return families, head dims, dtypes and legal tiles: at most 6 tiles per case, but all tiles
-    of `hopper`, also with values of `columns` that the tuner does not try."""
+    """Return families, head dims, dtypes and legal tiles.
+
+    There are at most 6 tiles per case, except for `hopper`: all tiles of the tuner, and tiles with
+    values of `columns` that the tuner does not try.
+    """
     if gpu_unavailable():
         return []
     device, found = current_device(), []
@@ -162,7 +164,7 @@ def test_the_same_inputs_give_the_same_bits(dtype: str) -> None:
 def test_sections_of_ascending_and_descending_thread_blocks_are_right(
     rng: np.random.Generator, head_dim: int, heads_kv: int, window: tuple[int, int] | None
 ) -> None:
-    """There are so many heads that only some of them belong to the last section."""
+    """Only some of the many heads belong to the last section."""
     rows, keys = (int(rng.integers(270, 380)) for _ in range(2))
     shapes = {"q": (3, rows, 48, head_dim), "k": (3, keys, heads_kv, head_dim)}
     shapes |= {"v": shapes["k"], "dout": shapes["q"]}
@@ -212,7 +214,7 @@ def test_queries_of_few_heads_are_divided_among_thread_blocks(
             np.testing.assert_array_equal(gradient.view(np.uint8), found[name].view(np.uint8))
 
 
-# Options of calls in which KV tiles of a pair differ: in whether they are masked, or exist.
+# Options of calls in which the KV tiles of a pair differ: one is masked, or does not exist.
 PAIR_OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},
@@ -251,7 +253,7 @@ def test_pairs_of_kv_tiles_give_the_gradients(
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dims", [(256, 256), (192, 128)], ids=str)
 def test_many_pairs_give_the_same_bits(head_dims: tuple[int, int], causal: bool) -> None:
-    """Several waves of pairs on each SM, with sections of both orders if `causal`."""
+    """Each SM runs several pairs, and sections of both orders occur if `causal`."""
     rng, (dim, dim_v) = np.random.default_rng(7), head_dims
     shapes = {"q": (1, 2000, 12, dim), "k": (1, 2100, 12, dim), "v": (1, 2100, 12, dim_v)}
     shapes["dout"] = (1, 2000, 12, dim_v)

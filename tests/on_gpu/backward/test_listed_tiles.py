@@ -1,4 +1,4 @@
-"""Gradients with mask functions of the families that skip the tiles that the mask hides."""
+"""Gradients with mask functions, by the families that skip fully masked tiles."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ DIMS = [(64, 64), (128, 128), (128, 64), (96, 96), (192, 128), (256, 256)]
 
 
 def families(*names: str) -> pytest.MarkDecorator:
-    """Return the mark of a test of these families; the GPU may support only some of them."""
+    """Return a mark that runs a test for those of these families that the GPU supports."""
     each = [
         pytest.param(
             name,
@@ -80,7 +80,7 @@ def make_call(
 ) -> GradientCall:
     function, captures = MASKS[name]
     monkeypatch.setitem(MASK_MODS, "of this test", function)
-    # A call with the same key must not use a kernel of another test.
+    # A call must not use the prepared call, and thus the mask, of another test.
     monkeypatch.setattr(prepared_calls, "_calls", {})
 
     def values(rows: int, count: int, dim: int) -> np.ndarray:
@@ -170,7 +170,7 @@ def test_scores_may_be_computed_for_any_number_of_rows(family, columns, monkeypa
     [
         {"Br": 16, "Bc": 16, "warps": 1, "key_warps": 1, "columns": 16, "stages": 2},
         {"Br": 32, "Bc": 64, "warps": 4, "key_warps": 4, "columns": 16, "stages": 2},
-        # A lane has 64 pairs.
+        # A lane holds 64 pairs, so their bits need a 64-bit integer.
         {"Br": 64, "Bc": 128, "warps": 4, "key_warps": 4, "columns": 64, "stages": 1},
         {"Br": 128, "Bc": 64, "warps": 8, "key_warps": 2, "columns": 16, "stages": 1},
         {"Br": 64, "Bc": 64, "warps": 8, "key_warps": 2, "columns": 16, "paired": 1},
@@ -230,7 +230,7 @@ def test_nan_in_hidden_rows_and_keys_reaches_nothing(family, dims, monkeypatch, 
         hidden = ~np.isin(rows, keys)
         arrays["q"][b, hidden] = call.dout[b, hidden] = np.nan
         arrays["k"][b, ~np.isin(keys, rows)] = np.nan
-    # The reference's results of hidden rows must not be NaN, so the first results are kept.
+    # NaN inputs would change the reference's results, so the earlier results are compared instead.
     found = call.run(cupy, family=family)
     for name, gradient in found.items():
         np.testing.assert_array_equal(gradient, expected[name])

@@ -121,7 +121,7 @@ class FoundMap(NamedTuple):
 
 
 class FoundLists(NamedTuple):
-    """Lists of query tiles of a block mask; shapes begin with batches and KV heads."""
+    """Lists of query tiles of a block mask. All shapes begin with (batches, KV heads)."""
 
     lists: np.ndarray  # words of `QueryTileEntry`, (key blocks, query tiles)
     # Bits of visible pairs, (key blocks, query tiles, blocks of a tile, words); None if not stored.
@@ -422,7 +422,7 @@ def _expected_map(
 def _pairs(
     mod: MaskMod, spec: BlockMaskSpec, maps: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return which pairs the mask shows, and which are inside of the band."""
+    """Return which pairs the mask function shows, and which are inside the band."""
     left, right = spec.band
     i = np.arange(spec.seqlen_q, dtype=np.int32)[:, None] + np.int32(spec.q_offset)
     j = np.arange(spec.seqlen_k, dtype=np.int32)
@@ -434,7 +434,7 @@ def _pairs(
 
 
 def visible_pairs(mod: MaskMod, spec: BlockMaskSpec, maps: tuple[int, int]) -> np.ndarray:
-    """Return which pairs are visible in each block mask, (batches, heads, queries, keys)."""
+    """Return whether pairs are visible, in an array of (batches, heads, queries, keys)."""
     seen, inside = _pairs(mod, spec, maps)
     return seen & inside
 

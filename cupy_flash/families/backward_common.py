@@ -65,6 +65,9 @@ def reads_lists(problem: Problem, queries: int, keys: int) -> bool:
     """
     if not may_have_block_mask(problem) or 0 in problem.shape_of("q"):
         return False
+    # The kernels of other gradients, such as those of a bias, read no lists.
+    if not any(problem.gradient_spec.wants(name) for name in ROWS):
+        return False
     query_tiles, kv_tiles = ceil_div(problem.seqlen_q, queries), ceil_div(problem.seqlen_k, keys)
     return (
         query_tiles < _MAX_QUERY_TILES

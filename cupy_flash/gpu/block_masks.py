@@ -214,7 +214,7 @@ class Layout:
         bits = round_up(parts * spec.words * _WORD, _ALIGNMENT)
         tiles = 2 * bits + round_up(parts * spec.words, _ALIGNMENT)
         entries, lists = spec.entries(mask), spec.list_count(mask)
-        of_lists = (entries + lists * ceil_div(spec.Bc, _BITS)) * _WORD
+        of_lists = (entries + lists * spec.Bc // _BITS) * _WORD
         of_tiles = of_lists if spec.lists else row_tiles * _TILE
         visible_pairs = tiles + round_up(of_tiles, _ALIGNMENT)
         stored = entries * spec.Br * spec.Bc // 8 if spec.lists and spec.lists.stores_pairs else 0
@@ -345,8 +345,9 @@ class _Stream:
             runtime.streamWaitEvent(self.stream.ptr, self._event.ptr)
 
 
-# Largest number of cached block masks per mask. Each length has one, which may take many MB.
-_MAX_KEPT = 32
+# Largest number of cached block masks per mask, and of their bytes. Each length has one, which may
+# take 150 MB in the backward pass. The newest one is kept whatever its size.
+_MAX_KEPT, _MAX_KEPT_BYTES = 32, 500_000_000
 _streams: dict[int, _Stream] = {}
 _lock = threading.Lock()
 
@@ -492,8 +493,11 @@ def build_mask(
         result = ReadyBlockMask(_build(key.spec, mask, mods, _allocate), build_stream, built)
         cuda.runtime.eventRecord(built.ptr, build_stream.stream.ptr)
     with _lock:
-        while len(kept) >= _MAX_KEPT:
-            del kept[next(iter(kept))]
+        kept.pop(key, None)
+        left = _MAX_KEPT_BYTES - result.block_mask.layout.bytes
+        left -= sum(each.block_mask.layout.bytes for each in kept.values())
+        while kept and (len(kept) >= _MAX_KEPT or left < 0):
+            left += kept.pop(next(iter(kept))).block_mask.layout.bytes
         kept[key] = result
     result.wait(current)
     result.legacy_has_waited = current in _LEGACY_STREAMS

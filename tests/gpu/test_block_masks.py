@@ -572,3 +572,16 @@ def test_a_mask_keeps_the_latest_block_masks_and_no_more(cuda: FakeCuda) -> None
     assert cuda.builds == built
     map_of(mod, specs[0], "float16")
     assert cuda.builds == built + 1
+
+
+def test_a_mask_keeps_a_bounded_number_of_bytes(cuda: FakeCuda, monkeypatch) -> None:
+    mod = documents()
+    specs = [SPEC._replace(q_offset=n) for n in range(5)]
+    size = map_of(mod, specs[0], "float16").block_mask.layout.bytes
+    monkeypatch.setattr(block_masks, "_MAX_KEPT_BYTES", 2 * size + 1)
+    for spec in specs:
+        map_of(mod, spec, "float16")
+    assert [key.spec for key in mod.kept_maps()] == specs[3:]
+    monkeypatch.setattr(block_masks, "_MAX_KEPT_BYTES", 0)
+    map_of(mod, specs[0], "float16")
+    assert [key.spec for key in mod.kept_maps()] == specs[:1]

@@ -393,13 +393,14 @@ struct HopperGradientProducts {
   }
   // Whether sums of P show which keys have a visible pair. If the block mask stores visible pairs,
   // its bits of keys show this without registers. But a changed score of -inf masks its pair, too.
+  // Absolute values are summed, because consumers of wide heads pass P times the slope.
   static constexpr bool sums_p =
       Mods::masks_pairs && (Mods::changes_scores || !Config::stores_pairs);
 
   __device__ void sum_p(const Scores& scores) {
     if constexpr (sums_p) {
 #pragma unroll
-      for (int i = 0; i < columns / 2; ++i) p_sums[i / 2 % 2] += scores[i];
+      for (int i = 0; i < columns / 2; ++i) p_sums[i / 2 % 2] += fabsf(scores[i]);
     }
   }
 

@@ -14,7 +14,7 @@ from support.gradients.gradient_calls import GradientCall
 from support.gradients.gradient_rule import check_gradients
 
 import cupy_flash
-from cupy_flash import MaskMod
+from cupy_flash import MaskMod, ScoreMod
 from cupy_flash.calls.gpu import prepared_calls
 from cupy_flash.families import backward_common
 from cupy_flash.families.hopper import backward
@@ -250,6 +250,21 @@ def test_rows_without_keys_have_no_gradient_whatever_their_lse_is(family, monkey
     )
     assert not dq[hidden.swapaxes(1, 2)].any()
     assert not cupy.isnan(dk).any()
+
+
+@each_family
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_keys_are_visible_if_slopes_of_both_signs_cancel(family, head_dim) -> None:
+    row = cupy.ones((1, 1, 1, head_dim), "float16") / 4
+    q, k = cupy.concatenate([row, -row], axis=1), cupy.concatenate([row, row / 2], axis=1)
+    v, dout = k * cupy.float16(2), cupy.concatenate([row, row * 3], axis=1)
+    mods = {
+        "mask_mod": MaskMod(lambda i, j: j < 2 + i * 0),
+        "score_mod": ScoreMod(lambda score: np.abs(score)),
+    }
+    out, lse = cupy_flash.flash_attention(q, k, v, return_lse=True, **mods)
+    _, dk, _ = cupy_flash.flash_attention_backward(dout, q, k, v, out, lse, family=family, **mods)
+    assert dk.any(axis=-1).all()
 
 
 @each_family

@@ -85,7 +85,8 @@ __device__ RowStats<T> row_stats_of(const GradientParams& p, const Sequence& seq
 // P (1 - P) (dP - the mean dP of the other keys), is then below the error of delta, which is
 // computed from an output rounded to `Element`. (For float32 and float64 it is below the error of
 // dP, a sum of `columns` rounded products.) Rounding of lse and of scores gives P an error of the
-// same size.
+// same size. Tensor cores truncate the sums of scores: for scores of 40, each 16 columns add an
+// error of up to 2^-18, which takes a larger threshold for float16 above 256 columns.
 template <class Element, int columns = 64>
 constexpr Accumulator<Element> p_of_one_key =
     1 - (columns > 64 ? columns : 64) *
@@ -93,7 +94,12 @@ constexpr Accumulator<Element> p_of_one_key =
 template <int columns>
 constexpr float p_of_one_key<bfloat16_t, columns> = 1 - 0x1p-11f;
 template <int columns>
-constexpr float p_of_one_key<half_t, columns> = 1 - 0x1p-14f;
+constexpr float p_of_one_key<half_t, columns> = 1 - (columns > 256 ? 0x1p-13f : 0x1p-14f);
+
+// Larger number of columns of q and k, and of v.
+template <class Config>
+constexpr int most_columns =
+    Config::head_dim > Config::head_dim_v ? Config::head_dim : Config::head_dim_v;
 
 // Returns the threshold for inputs of float32 or float64. `lse_log2` is the row's log-sum-exp times
 // log2(e), and the rounding error of P is proportional to it. The threshold allows for about 20

@@ -146,7 +146,7 @@ struct SoftmaxBackward {
         if (count(row_of(r)) != 1) continue;
 #pragma unroll
         for (int n = 0; n < Keys; ++n) {
-          if (score(r, n) > p_of_one_key<typename Config::Element>) gradient(r, n) = 0;
+          if (score(r, n) > p_of_one_key<Element, most_columns<Config>>) gradient(r, n) = 0;
         }
       }
     }
@@ -171,11 +171,9 @@ struct SoftmaxBackward {
   // Returns the threshold of P, in the unit of P, above which a key counts as the row's only key.
   __device__ T threshold(const RowStats<T>& row) const {
     if constexpr (sizeof(Element) == 2) {
-      return one * p_of_one_key<Element>;
+      return one * p_of_one_key<Element, most_columns<Config>>;
     } else {
-      constexpr int columns =
-          Config::head_dim > Config::head_dim_v ? Config::head_dim : Config::head_dim_v;
-      return one * least_p_of_one_key<Element, columns>(row.lse_log2 + log2_one);
+      return one * least_p_of_one_key<Element, most_columns<Config>>(row.lse_log2 + log2_one);
     }
   }
 

@@ -423,9 +423,10 @@ struct HopperGradientProducts {
     } else if constexpr (zeroes_one_key_ds<Config>) {
       static_assert(sizeof(Element) == 2, "for other types the threshold depends on the row");
       if (!is_masked && !may_mask_any_tile) return;
+      constexpr float threshold = p_of_one_key<Element, most_columns<Config>>;
 #pragma unroll
       for (int i = 0; i < columns / 2; ++i) {
-        accumulators[i] = scores[i] > p_of_one_key<Element> ? 0 : accumulators[i];
+        accumulators[i] = scores[i] > threshold ? 0 : accumulators[i];
       }
     }
   }

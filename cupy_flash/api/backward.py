@@ -120,8 +120,8 @@ def flash_attention_backward(
         freeze_tile(tile),
         q_offset,
         layout,
-        dispatch_backward.wanted(wrt, modifications),
-        named_dtype(grad_dtype),
+        wrt=dispatch_backward.wanted(wrt, modifications),
+        grad_dtype=named_dtype(grad_dtype),
     )
     arguments = GradientArguments(q, k, v, out, dout, lse, dlse, dq, dk, dv)
     return dispatch_backward.gradients(arguments, options, backend, modifications)

@@ -235,8 +235,6 @@ def flash_attention_with_kvcache(
         freeze_tile(tile),
         None,
         "bshd",
-        None,
-        None,
         num_splits,
         batch_invariant,
         None,

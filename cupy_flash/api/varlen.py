@@ -179,8 +179,6 @@ def flash_attention_varlen(
             freeze_tile(tile),
             None,
             "bshd",
-            None,
-            None,
             num_splits,
             batch_invariant,
             max_seqlen_q,

@@ -28,9 +28,6 @@ class Options(NamedTuple):
     tile: FrozenTile = None
     q_offset: int | None = None
     layout: str = "bshd"
-    # Backward calls: names of the inputs whose gradients are requested, and dtype of the gradients.
-    wrt: tuple[str, ...] | None = None
-    grad_dtype: str | None = None
     num_splits: int = 0
     batch_invariant: bool = False
     max_seqlen_q: int | None = None
@@ -43,6 +40,9 @@ class Options(NamedTuple):
     out_dtype: str | None = None
     # Whether other kernels run on the GPU at the same time, such as those that exchange KV rows.
     shares_gpu: bool = False
+    # Backward calls: names of the inputs whose gradients are requested, and dtype of the gradients.
+    wrt: tuple[str, ...] | None = None
+    grad_dtype: str | None = None
     mod_key: ModificationKey | None = None
 
     @property

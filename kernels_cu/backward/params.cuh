@@ -86,7 +86,7 @@ __device__ RowStats<T> row_stats_of(const GradientParams& p, const Sequence& seq
 // computed from an output rounded to `Element`. (For float32 and float64 it is below the error of
 // dP, a sum of `columns` rounded products.) Rounding of lse and of scores gives P an error of the
 // same size. Tensor cores truncate the sums of scores: for scores of 40, each 16 columns add an
-// error of up to 2^-18, which takes a larger threshold for float16 above 256 columns.
+// error of up to 2^-18, so float16 needs a larger threshold above 256 columns.
 template <class Element, int columns = 64>
 constexpr Accumulator<Element> p_of_one_key =
     1 - (columns > 64 ? columns : 64) *

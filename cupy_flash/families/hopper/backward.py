@@ -20,6 +20,7 @@ from cupy_flash.families.contract import (
 )
 from cupy_flash.families.hopper import bias_gradients
 from cupy_flash.families.hopper.cta_columns import MAX_COLUMNS, cta_ranks
+from cupy_flash.families.hopper.scores import bias_strides, can_stream_bias
 from cupy_flash.families.hopper.sm90 import BARRIER_BYTES, WARPGROUP, WARPGROUP_ROWS, why_not_device
 from cupy_flash.families.hopper.tensor_maps import map_spec, why_not_rows, why_not_strides
 from cupy_flash.families.schedule import (
@@ -70,6 +71,8 @@ _TILE_MEMBERS = "Br Bc columns q_stages dout_stages exchange_stages buffers_dq p
 # Largest size in bytes of the visible pairs of all entries of a block mask. The pairs of 32768
 # queries and keys take 134 MB if the mask is the same for all sequences and heads.
 _PAIR_BYTES = 150_000_000
+# Number of bias tiles in shared memory, of 64 query rows each.
+_BIAS_STAGES = 2
 # Number of threads of the kernel that converts the dq accumulator to dq.
 _SUM_THREADS = 256
 
@@ -225,10 +228,26 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         return (dim + dim_v) // 2 + tile.columns * 5 // 4 + _STATE_REGISTERS
 
     def preferred_tiles(self, problem: Problem, device: Device) -> Iterable[HopperBackwardTile]:
-        return _preferred_tiles(problem)
+        tiles = _preferred_tiles(problem)
+        if not _may_stream_bias(problem):
+            return tiles
+        # A streamed bias is worth more than a third stage of q.
+        return sorted(tiles, key=lambda tile: not self._bias_stages(problem, tile))
 
     @remembers_last
     def shared_memory(self, problem: Problem, tile: HopperBackwardTile) -> int:
+        rest = self._other_memory(problem, tile)
+        return rest + self._bias_stages(problem, tile) * _bias_stage_bytes(problem, tile)
+
+    def _bias_stages(self, problem: Problem, tile: HopperBackwardTile) -> int:
+        """Return the number of bias tiles that TMA loads in advance; 0 if threads load the bias."""
+        if tile.columns != WARPGROUP_ROWS or not _may_stream_bias(problem):
+            return 0
+        needed = self._other_memory(problem, tile) + _BIAS_STAGES * _bias_stage_bytes(problem, tile)
+        return _BIAS_STAGES if needed <= bias_gradients.SHARED_MEMORY else 0
+
+    def _other_memory(self, problem: Problem, tile: HopperBackwardTile) -> int:
+        """Return the size in bytes of everything in shared memory except a streamed bias."""
         gradient = problem.gradient_spec
         dim, dim_v = _padded_dims(problem)
         size = problem.itemsize
@@ -272,12 +291,16 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         chunks = _query_chunks(problem, device, tile)
         resources = self.threads(tile), self.shared_memory(problem, tile), 1
         ranks = _cluster(problem, tile)
+        maps = _tensor_maps(problem, tile)
+        streams_bias = self._bias_stages(problem, tile) > 0
+        if streams_bias or bias_gradients.serves(problem):
+            maps |= bias_gradients.tensor_maps(problem)
         launches = [
             Launch.of_gradients(
                 *(KEY_GRADIENTS, "hopper_gradients", kv_blocks * chunks.blocks, *resources),
                 ranks=ranks,
                 cluster=ranks if ranks > 1 else 0,
-                arguments=("gradient_maps", "gradients"),
+                arguments=("bias_gradient_maps" if streams_bias else "gradient_maps", "gradients"),
             )
         ]
         if problem.gradient_spec.wants("q") and not _last_writes(problem):
@@ -293,7 +316,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             launches,
             self._sums(problem, tile),
             _section(problem, device, chunks),
-            _tensor_maps(problem, tile) | bias_gradients.tensor_maps(problem),
+            maps,
             {"ascending_blocks": _ascending_blocks(problem, device, blocks, tile)},
             bias_gradients.bias_plan(problem, device),
         )
@@ -324,6 +347,9 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             **{f"wants_{name}": gradient.wants(name) for name in ROWS},
         }
         members["stores_pairs"] = self._stores_pairs(problem, tile)
+        members["bias_stages"] = self._bias_stages(problem, tile)
+        if members["bias_stages"]:
+            members["bias_is_shared"] = 0 in bias_strides(problem)
         members |= bias_gradients.config(problem)
         return members | backward_common.config(
             problem,
@@ -336,6 +362,22 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
 def _is_wide(problem: Problem) -> bool:
     """Return whether dk and dv of 64 keys need the registers of two consumers."""
     return max(problem.head_dim, problem.head_dim_v) > _WIDEST_WHOLE
+
+
+def _may_stream_bias(problem: Problem) -> bool:
+    """Return whether TMA loads a bias if it fits in shared memory.
+
+    Kernels that evaluate slopes or masks have no registers for the bias of several pairs.
+    """
+    score = problem.score
+    if _is_wide(problem) or score is None or score.changes_slope or score.masks_pairs:
+        return False
+    return can_stream_bias(problem) and not _reads_lists(problem)
+
+
+def _bias_stage_bytes(problem: Problem, tile: HopperBackwardTile) -> int:
+    """Return the size in bytes of a bias tile and its two barriers, for full and empty."""
+    return tile.columns * tile.Bc * problem.itemsize + 2 * BARRIER_BYTES
 
 
 def _cluster(problem: Problem, tile: HopperBackwardTile) -> int:

@@ -134,6 +134,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config, DqColumns> {
     softmax_backward<Part>(step, is_masked);
     Base::narrow(left_p, scores);
     if constexpr (wants_v) Base::start_dv(dv_sums, left_p, Part);
+    Base::part_bias.release(cta);
     if constexpr (wants_ds) {
       if constexpr (!single_pass) {
         Base::template wait<wants_v>(gradients);

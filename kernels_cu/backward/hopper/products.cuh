@@ -6,6 +6,7 @@
 #include "backward/preprocess/clean.cuh"
 #include "backward/hopper/column_exchange.cuh"
 #include "backward/hopper/listed_tiles.cuh"
+#include "backward/hopper/streamed_bias.cuh"
 #include "backward/softmax_backward.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/sm90a.cuh"
@@ -74,6 +75,8 @@ struct HopperGradientProducts {
   PipelineState<Config::q_stages> q_ring = {};
   PipelineState<Config::dout_stages> dout_ring = {};
   PipelineState<Cta::ds_stages> ds_ring = {};
+  using PartBias = HopperPartBias<Config>;
+  PartBias part_bias;
   // Sums of P of each key, to detect keys whose pairs are all masked, if `sums_p`.
   float p_sums[2] = {};
   int sums_phase = 1;  // phase of `sums_empty`
@@ -322,12 +325,12 @@ struct HopperGradientProducts {
   // `SoftmaxBackward` for a part of a query tile, and the arguments of its functions. They get a
   // delta of 0, because the accumulators of dP already contain -delta.
   using PartSoftmaxBackward =
-      SoftmaxBackward<Config, columns / 4, 2, GradientParams, PairsOnDemand, Config::block_mask,
-                      Config::stores_pairs>;
+      SoftmaxBackward<Config, columns / 4, 2, GradientParams, typename PartBias::Pairs,
+                      Config::block_mask, Config::stores_pairs>;
   __device__ PartSoftmaxBackward part_softmax_backward(const Step& step,
                                                        unsigned visible_pairs = 0) const {
-    return {cta.p, cta.mask, cta.sequence, cta.coord.batch, step.head, scale_log2,
-            1,     0,        {},           visible_pairs};
+    return {cta.p, cta.mask, cta.sequence,      cta.coord.batch, step.head, scale_log2,
+            1,     0,        part_bias.pairs(), visible_pairs};
   }
   __device__ auto rows_of_part(const Step& step, int part) const {
     const int first = step.tile * Br + part * columns + threadIdx.x % 4 * 2;
@@ -371,16 +374,23 @@ struct HopperGradientProducts {
       !Config::modified || (Config::stores_pairs && !Mods::changes_scores);
 
   __device__ void compute_all_p(Scores& scores, const LaneRows& lse_log2, const Step& step,
-                                int part, bool is_masked, unsigned visible_pairs) const {
+                                int part, bool is_masked, unsigned visible_pairs) {
     constexpr int rows = columns / 4;
     if constexpr (Config::stores_pairs && masks_p) {
       compute_p<false>(scores, lse_log2, step, part, 0, rows);
       if (is_masked) mask_p(scores, step, part, visible_pairs);
-    } else if (is_masked) {
-      compute_p<true>(scores, lse_log2, step, part, 0, rows, visible_pairs);
-    } else {
-      compute_p<false>(scores, lse_log2, step, part, 0, rows);
+      return;
     }
+    part_bias.wait(cta);
+    const auto run = [&](auto masked) {
+#pragma unroll
+      for (int first = 0; first < rows; first += PartBias::rows_at_once) {
+        part_bias.load(cta, fragment_offset<typename Cta::BiasTile>(), first);
+        compute_p<masked.value>(scores, lse_log2, step, part, first,
+                                first + PartBias::rows_at_once, visible_pairs);
+      }
+    };
+    is_masked ? run(Const<true>()) : run(Const<false>());
   }
   __device__ void mask_p(Scores& scores, const Step& step, int part, unsigned visible_pairs) const {
     if constexpr (Config::stores_pairs) {
@@ -453,15 +463,21 @@ struct HopperGradientProducts {
     }
   }
 
-  // Writes dS of the consumer's keys to its box of the dS tile, which has one row per query. The
-  // swizzle keeps the 16-byte chunks of eight consecutive queries in different banks.
-  __device__ void write_ds(const LeftOperand& left_ds, int part) const {
+  // Returns the offset in a tile of queries by keys, with one box for each consumer's keys, of the
+  // lane's row address for ldmatrix and stmatrix with .trans, for the first 16 queries. The swizzle
+  // keeps the 16-byte chunks of eight consecutive queries in different banks.
+  template <class Tile>
+  __device__ unsigned fragment_offset() const {
     const int lane = threadIdx.x % 32;
     const int chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
-    const unsigned address = rows_of<DsTile>(cta.ds_address(ds_ring.index), part) +
-                             consumer_key() / 64 * DsTile::box_bytes +
-                             (lane / 16 * 8 + lane % 8) * DsTile::box_row_bytes +
-                             (chunk ^ lane % 8) * 16;
+    return consumer_key() / 64 * Tile::box_bytes +
+           (lane / 16 * 8 + lane % 8) * Tile::box_row_bytes + (chunk ^ lane % 8) * 16;
+  }
+
+  // Writes dS of the consumer's keys to its box of the dS tile, which has one row per query.
+  __device__ void write_ds(const LeftOperand& left_ds, int part) const {
+    const unsigned address =
+        rows_of<DsTile>(cta.ds_address(ds_ring.index), part) + fragment_offset<DsTile>();
 #pragma unroll
     for (int step = 0; step < columns / 16; ++step) {
       const unsigned four[4] = {left_ds[4 * step], left_ds[4 * step + 1], left_ds[4 * step + 2],

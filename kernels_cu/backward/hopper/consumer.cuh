@@ -201,7 +201,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config, DqColumns> {
 
   // Loads the row statistics of a part into the registers where the next products need them.
   __device__ void load_stats(int part) {
-    Base::load_lse(lse_log2, part);
+    if constexpr (!Cta::streams_bias) Base::load_lse(lse_log2, part);
     typename Base::LaneRows minus_delta;
     Base::load_minus_delta(minus_delta, part);
     Base::broadcast_minus_delta(gradients, minus_delta);
@@ -212,6 +212,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config, DqColumns> {
   __device__ void softmax_backward(const Step& step, bool is_masked) {
     constexpr int rows = columns / 4;
     const unsigned visible_pairs = is_masked ? Base::load_visible_pairs(Part) : ~0u;
+    Base::part_bias.wait(cta);
     if constexpr (single_pass) {
       Base::start_dp(gradients, values, Part, [](int) {});
       Base::template wait<0>(gradients);

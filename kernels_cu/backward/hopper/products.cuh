@@ -287,18 +287,23 @@ struct HopperGradientProducts {
 
   // The lane's row statistics of a part: lse_log2 or -delta of each row.
   using LaneRows = float[columns / 4];
-  __device__ void load_lse(LaneRows& lse_log2, int part) const { load_rows(lse_log2, part, 0); }
+  // Loads lse_log2 of the lane's rows [begin, end).
+  __device__ void load_lse(LaneRows& lse_log2, int part, int begin = 0,
+                           int end = columns / 4) const {
+    load_rows(lse_log2, part, 0, begin, end);
+  }
   __device__ void load_minus_delta(LaneRows& minus_delta, int part) const {
     load_rows(minus_delta, part, Br);
   }
-  __device__ void load_rows(LaneRows& row_values, int part, int first) const {
+  __device__ void load_rows(LaneRows& row_values, int part, int first, int begin = 0,
+                            int end = columns / 4) const {
     // `opaque` makes the compiler recompute the lane's offset. Keeping it in a register spills 20
     // more bytes (lists of query tiles, head_dim 128).
     const int lane_row = ptx::opaque(threadIdx.x) % 4 * 2;
     const float* stats = cta.stats(q_ring.index) + first + part * columns + lane_row;
     using Pair = Vector<float, 2>;
 #pragma unroll
-    for (int j = 0; j < columns / 8; ++j) {
+    for (int j = begin / 2; j < end / 2; ++j) {
       const Pair pair = *reinterpret_cast<const Pair*>(stats + 8 * j);
       row_values[2 * j] = pair.data[0];
       row_values[2 * j + 1] = pair.data[1];
@@ -359,10 +364,20 @@ struct HopperGradientProducts {
     is_masked ? run(Const<true>()) : run(Const<false>());
   }
 
-  // Converts S to P for the lane's rows [first, last).
+  // Converts S to P for the lane's rows [first, last). A streamed bias of these rows is loaded
+  // first, together with their log-sum-exp. Earlier loads would take registers.
   template <bool Masked>
-  __device__ void compute_p(Scores& scores, const LaneRows& lse_log2, const Step& step, int part,
-                            int first, int last, unsigned visible_pairs = 0) const {
+  __device__ void compute_p(Scores& scores, LaneRows& lse_log2, const Step& step, int part,
+                            int first, int last, unsigned visible_pairs = 0) {
+    if constexpr (Cta::streams_bias) {
+      constexpr int count = PartBias::rows_at_once;
+#pragma unroll
+      for (int row = 0; row < columns / 4; row += count) {
+        if (row < first || row >= last) continue;
+        part_bias.load(cta, fragment_offset<typename Cta::BiasTile>(), row);
+        load_lse(lse_log2, part, row, row + count);
+      }
+    }
     part_softmax_backward(step, visible_pairs)
         .template compute_p<Masked>(rows_of_part(step, part), first_key(), stats_of(lse_log2),
                                     element(scores), key_step(), first, last);
@@ -370,27 +385,20 @@ struct HopperGradientProducts {
 
   // Whether P is computed for all pairs, and the P of masked pairs are set to 0 afterwards.
   // Otherwise the code that computes P evaluates the mask.
-  static constexpr bool masks_p =
-      !Config::modified || (Config::stores_pairs && !Mods::changes_scores);
+  static constexpr bool masks_p = !Config::modified || Cta::streams_bias ||
+                                  (Config::stores_pairs && !Mods::changes_scores);
 
-  __device__ void compute_all_p(Scores& scores, const LaneRows& lse_log2, const Step& step,
+  __device__ void compute_all_p(Scores& scores, LaneRows& lse_log2, const Step& step,
                                 int part, bool is_masked, unsigned visible_pairs) {
     constexpr int rows = columns / 4;
-    if constexpr (Config::stores_pairs && masks_p) {
+    if constexpr (Config::modified && masks_p) {
       compute_p<false>(scores, lse_log2, step, part, 0, rows);
       if (is_masked) mask_p(scores, step, part, visible_pairs);
-      return;
+    } else if (is_masked) {
+      compute_p<true>(scores, lse_log2, step, part, 0, rows, visible_pairs);
+    } else {
+      compute_p<false>(scores, lse_log2, step, part, 0, rows);
     }
-    part_bias.wait(cta);
-    const auto run = [&](auto masked) {
-#pragma unroll
-      for (int first = 0; first < rows; first += PartBias::rows_at_once) {
-        part_bias.load(cta, fragment_offset<typename Cta::BiasTile>(), first);
-        compute_p<masked.value>(scores, lse_log2, step, part, first,
-                                first + PartBias::rows_at_once, visible_pairs);
-      }
-    };
-    is_masked ? run(Const<true>()) : run(Const<false>());
   }
   __device__ void mask_p(Scores& scores, const Step& step, int part, unsigned visible_pairs) const {
     if constexpr (Config::stores_pairs) {

@@ -22,10 +22,8 @@ template <class Config, bool Streamed = (Config::bias_stages > 0)>
 struct HopperPartBias {
   using Cta = HopperCta<Config>;
   using Pairs = PairsOnDemand;
-  static constexpr int rows_at_once = Config::columns / 4;
 
   __device__ void wait(const Cta&) const {}
-  __device__ void load(const Cta&, unsigned, int) const {}
   __device__ void release(const Cta&) const {}
   __device__ Pairs pairs() const { return {}; }
 };

@@ -92,7 +92,7 @@ struct HopperGradientLoader {
   __device__ void load_bias(const Step& step) {
     using Tile = typename Cta::BiasTile;
     const TensorMap* const map = &static_cast<const BiasGradientMaps&>(cta.maps).bias;
-#pragma unroll 1
+#pragma unroll
     for (int row = 0; row < Config::Br; row += Config::columns) {
       const unsigned full = cta.bias_full(bias_ring.index);
       ptx::mbarrier_wait(cta.bias_empty(bias_ring.index), bias_ring.phase ^ 1);

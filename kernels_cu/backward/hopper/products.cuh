@@ -60,6 +60,7 @@ struct HopperGradientProducts {
   // modifications change slopes: a slope, the derivative of the modified score by the score, is
   // computed from S, which P replaces.
   static constexpr bool single_pass = changes_slope<Mods>() && wants_ds;
+  static_assert(!Cta::streams_bias || !single_pass, "`compute_p` loads a streamed bias");
 
   using Scores = float[columns / 2];
   using LeftOperand = unsigned[columns / 4];

@@ -389,8 +389,8 @@ struct HopperGradientProducts {
   static constexpr bool masks_p = !Config::modified || Cta::streams_bias ||
                                   (Config::stores_pairs && !Mods::changes_scores);
 
-  __device__ void compute_all_p(Scores& scores, LaneRows& lse_log2, const Step& step,
-                                int part, bool is_masked, unsigned visible_pairs) {
+  __device__ void compute_all_p(Scores& scores, LaneRows& lse_log2, const Step& step, int part,
+                                bool is_masked, unsigned visible_pairs) {
     constexpr int rows = columns / 4;
     if constexpr (Config::modified && masks_p) {
       compute_p<false>(scores, lse_log2, step, part, 0, rows);

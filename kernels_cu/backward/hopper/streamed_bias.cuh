@@ -36,8 +36,8 @@ struct HopperPartBias<Config, true> {
   // Number of the lane's rows whose bias is loaded at once: those of 16 rows of the tile.
   static constexpr int rows_at_once = 4;
 
-  // Two rows of one key per word: words 2 j and 2 j + 1 have the lane's rows of eight, 8 j to
-  // 8 j + 7, and its first and its second key.
+  // Each word holds two rows of one key. Words 2 j and 2 j + 1 hold the lane's two rows among rows
+  // 8 j to 8 j + 7 of the part: word 2 j of its first key, word 2 j + 1 of its second key.
   unsigned words[Config::columns / 4];
   PipelineState<Config::bias_stages> ring = {};
 
@@ -45,8 +45,8 @@ struct HopperPartBias<Config, true> {
     ptx::mbarrier_wait(cta.bias_full(ring.index), ring.phase);
   }
 
-  // Loads the bias of the lane's rows from `first` on. `fragment` is the offset of the lane's row
-  // of the fragment of 16 rows in a tile.
+  // Loads the bias of `rows_at_once` of the lane's rows, from `first` on. `fragment` is the offset
+  // in a tile of the lane's row address for ldmatrix, for the first 16 rows.
   __device__ void load(const Cta& cta, unsigned fragment, int first) {
     unsigned four[4];
     ptx::ldmatrix_x4_trans(
@@ -74,8 +74,8 @@ struct HopperPartBias<Config, true> {
     }
   };
 
-  // Function object for `SoftmaxBackward`. Branches around the reads of words would only duplicate
-  // code, because a word needs no bounds.
+  // Function object for `SoftmaxBackward`. Words need no check of bounds. Without the branch for
+  // it, there is only one copy of the code that computes P.
   struct Pairs {
     static constexpr bool checks_bounds = false;
     const unsigned* words;

@@ -20,7 +20,7 @@ pytestmark = marks()
 BATCH, HEADS, SEQLEN_Q, SEQLEN_K = 2, 4, 300, 328
 WHOLE = (BATCH, HEADS, SEQLEN_Q, SEQLEN_K)
 DIMS = [64, 96, 128]
-CAUSAL = {"causal": True}
+CAUSAL: dict[str, Any] = {"causal": True}
 
 
 def make_call(

@@ -134,8 +134,9 @@ struct HopperGradientBlockInfo {
         sequence(sequence),
         mask(mask_of<Config>(p, sequence, coord.batch)),
         order(mask, coord.begin, sequence.seqlen_q) {
+    const bool descends = Config::may_descend && in_last_section(p);
     const ChunkTiles tiles =
-        tiles_of_chunk<Config, false>(p, coord, order.first_tile, order.end_tile);
+        tiles_of_chunk<Config>(coord, order.first_tile, order.end_tile, descends);
     order.first_tile = tiles.begin;
     order.end_tile = tiles.end;
     if constexpr (Config::pair > 1) coord.begin += blockIdx.z * Config::Bc;
@@ -298,7 +299,7 @@ struct HopperGradientCta {
   __device__ bool has_steps() const { return order.first_tile < order.end_tile; }
   // Whether query tiles go from the last to the first (dq/order.cuh).
   __device__ bool descends() const {
-    if constexpr (Config::may_descend) return ::descends(p);
+    if constexpr (Config::may_descend) return in_last_section(p);
     return false;
   }
   __device__ int start_tile() const { return descends() ? order.end_tile - 1 : order.first_tile; }

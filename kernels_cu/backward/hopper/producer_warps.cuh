@@ -24,7 +24,7 @@ struct HopperGradientLoader {
     const Sequence& sequence = cta.sequence;
     load<typename Cta::KeyTile>(cta.keys_address(), &cta.maps.k, sequence.k_first + cta.coord.begin,
                                 cta.coord.head, sequence.k_batch,
-                                Config::has_seqlens ? cta.keys_arrived() : cta.keys_full());
+                                cta.inspects_keys() ? cta.keys_arrived() : cta.keys_full());
     if constexpr (Cta::exchanges_ds) load_peer_keys();
     Step step = cta.first_step();
     load_queries(step);
@@ -55,7 +55,8 @@ struct HopperGradientLoader {
   __device__ void load_queries(const Step& step) {
     const int stage = q_ring.index;
     ptx::mbarrier_wait(cta.q_empty(stage), q_ring.phase ^ 1);
-    const unsigned barrier = Cta::inspects ? cta.q_arrived(stage) : cta.q_full(stage);
+    const unsigned barrier =
+        choose_barrier(step, cta.q_full(stage), cta.inspects ? cta.q_arrived(stage) : 0);
     if constexpr (Config::stores_pairs) load_pairs(cta.p, step, stage, barrier);
     load<typename Cta::QueryTile>(cta.queries_address(stage), &cta.maps.q, row_of(step), step.head,
                                   cta.sequence.q_batch, barrier);
@@ -80,8 +81,19 @@ struct HopperGradientLoader {
     ptx::mbarrier_wait(cta.dout_empty(stage), dout_ring.phase ^ 1);
     load<typename Cta::DoutTile>(cta.dout_address(stage), &cta.maps.dout, row_of(step), step.head,
                                  cta.sequence.q_batch,
-                                 Cta::inspects ? cta.dout_arrived(stage) : cta.dout_full(stage));
+                                 choose_barrier(step, cta.dout_full(stage),
+                                                cta.inspects ? cta.dout_arrived(stage) : 0));
     dout_ring.advance();
+  }
+
+  // Returns the barrier at which the load of a tile arrives: `arrived` if the row statistics warp
+  // inspects the tile, otherwise `full`. In the second case, arrives at `arrived`, too, so that its
+  // phase is always that of the stage.
+  __device__ unsigned choose_barrier(const Step& step, unsigned full, unsigned arrived) const {
+    if constexpr (!Cta::inspects) return full;
+    if (cta.inspects_tile(step)) return arrived;
+    ptx::mbarrier_arrive(arrived);
+    return full;
   }
 
   __device__ int row_of(const Step& step) const {
@@ -111,7 +123,7 @@ struct HopperRowStatsLoader {
   PipelineState<Config::dout_stages> dout_ring = {};
 
   __device__ void load_all() {
-    if constexpr (Config::has_seqlens) {
+    if (cta.inspects_keys()) {
       clear_tail<typename Cta::KeyTile>(cta.keys_arrived(), 0, cta.keys_address(),
                                         cta.sequence.seqlen_k - cta.coord.begin);
       arrive_warp(cta.keys_full());
@@ -143,20 +155,22 @@ struct HopperRowStatsLoader {
       stats[row] = row_stats_of_lane[i].lse_log2;
       stats[Br + row] = Cta::column_part() == 0 ? -row_stats_of_lane[i].delta : 0;
     }
-    if constexpr (Cta::inspects) {
+    const bool inspects = cta.inspects_tile(step);
+    if (inspects) {
       clear<typename Cta::QueryTile>(cta.q_arrived(q_ring.index), q_ring.phase,
                                      cta.queries_address(q_ring.index), left,
                                      [&](int i) { return clears_q(row_stats_of_lane[i]); });
     }
     arrive_warp(cta.q_full(q_ring.index));
+    if (inspects && !Cta::inspects_all) arrive_warp(cta.q_full(q_ring.index));
     q_ring.advance();
-    if constexpr (Cta::inspects) {
+    if (inspects) {
       clear<typename Cta::DoutTile>(cta.dout_arrived(dout_ring.index), dout_ring.phase,
                                     cta.dout_address(dout_ring.index), left,
                                     [&](int i) { return clears_dout(row_stats_of_lane[i]); });
       arrive_warp(cta.dout_full(dout_ring.index));
-      dout_ring.advance();
     }
+    if constexpr (Cta::inspects) dout_ring.advance();
   }
 
   // Waits for the load of a tile of q or dout, and clears its rows from `rows` on. If

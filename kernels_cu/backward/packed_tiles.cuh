@@ -64,6 +64,17 @@ __device__ int count_tile_slots(int total, int batch) {
   return total / Rows + batch;
 }
 
+// Returns the tile slots of a sequence. They are those for which find_tile_slots() finds the
+// sequence, so the ranges of all sequences partition the slots.
+template <int Rows>
+__device__ PackedRange tile_slots_of_sequence(const int* starts, int batch, int total,
+                                              int sequence) {
+  return search(
+      batch, 0, count_tile_slots<Rows>(total, batch),
+      [=](int i) { return first_tile_slot<Rows>(clamp(starts[i], 0, total), i); },
+      [=](int i, int) { return i <= sequence; });
+}
+
 // Returns the sequence that a tile slot belongs to, and the slots of that sequence.
 template <int Rows>
 __device__ PackedRange find_tile_slots(const int* starts, int batch, int total, int slot) {

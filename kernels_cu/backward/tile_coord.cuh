@@ -1,8 +1,9 @@
 // Maps a CTA to its gradient tile: the dk and dv of a KV tile, or the dq of a query tile.
 #pragma once
 
-#include "backward/params.cuh"
+#include "backward/packed_order.cuh"
 #include "backward/packed_tiles.cuh"
+#include "backward/params.cuh"
 #include "scheduler/tile_coord.cuh"
 
 struct GradientTileCoord {
@@ -21,7 +22,7 @@ struct GradientTiling {
   int section_heads;
   int longest;
   int total;          // rows of all packed sequences
-  const int* starts;  // cu_seqlens of packed sequences, or null
+  const int* starts;  // cu_seqlens, with Config::packed
 
   __device__ explicit GradientTiling(const GradientParams& p)
       : heads(OfKv ? p.heads_kv : p.heads_q),
@@ -31,10 +32,10 @@ struct GradientTiling {
         starts(OfKv ? p.cu_seqlens_k : p.cu_seqlens_q) {}
 
   // Returns the number of CTAs that compute all tiles, as `blocks_of()` in backward_common.py does.
-  template <int Rows>
+  template <class Config, int Rows>
   __device__ int blocks(int batch) const {
-    return heads * (starts == nullptr ? ceil_div(longest, Rows) * batch
-                                      : count_tile_slots<Rows>(total, batch));
+    return heads * (Config::packed ? count_tile_slots<Rows>(total, batch)
+                                   : ceil_div(longest, Rows) * batch);
   }
 };
 
@@ -44,9 +45,25 @@ __device__ inline bool descends(const GradientParams& p) {
   return int(blockIdx.x) >= p.ascending_blocks;
 }
 
+// Returns the number of CTAs of a KV tile, with all heads and chunks of queries.
+template <class Config>
+__device__ int blocks_of_kv_tile(const GradientParams& p) {
+  return Config::splits_queries ? p.heads_kv * p.head_chunks * p.tile_chunks : p.heads_kv;
+}
+
+// Returns the rows of the sequence of a CTA that computes a tile of dk and dv.
+template <class Config>
+__device__ Sequence sequence_of_kv_block(const GradientParams& p, int block, int batch) {
+  if constexpr (Config::orders_sequences) {
+    return packed_tile_slots(p)[block / blocks_of_kv_tile<Config>(p)].rows;
+  }
+  return sequence_of<Config>(p, batch);
+}
+
 // Returns the gradient tile of a CTA. Heads are divided into sections of `section_heads`, whose
 // operands stay in L2 together, and consecutive CTAs compute the same tile of all heads of a
-// section. If a packed sequence is short, its sections are larger. Within a section, tiles are in
+// section. If a packed sequence is short, its sections are larger. Sequences are in the order of the
+// batch, or in that of `PackedOrder` with `Config::orders_sequences`. Within a section, tiles are in
 // order or, if `FromLast`, reversed. Callers choose the order that starts with the longest tiles of
 // a causal mask or, for Hopper, the dq order (dq/order.cuh).
 //
@@ -67,9 +84,13 @@ __device__ GradientTileCoord gradient_tile_coord(const GradientParams& p, int bl
   const int longest = ceil_div(tiling.longest, Rows);
   int tiles = longest, section_heads = tiling.section_heads;
   PackedRange tile_slots = {};
-  const bool is_packed = Config::has_seqlens && tiling.starts != nullptr;
-  if (is_packed) {
-    tile_slots = find_tile_slots<Rows>(tiling.starts, p.batch, tiling.total, block / heads);
+  if constexpr (Config::packed) {
+    if constexpr (OfKv && Config::orders_sequences) {
+      const PackedTileSlot& slot = packed_tile_slots(p)[block / heads];
+      tile_slots = {slot.sequence, slot.begin, slot.end};
+    } else {
+      tile_slots = find_tile_slots<Rows>(tiling.starts, p.batch, tiling.total, block / heads);
+    }
     tiles = tile_slots.end - tile_slots.begin;
     section_heads = int(min(int64(heads), int64(section_heads) * max(1, longest / tiles)));
     block -= tile_slots.begin * heads;
@@ -83,7 +104,7 @@ __device__ GradientTileCoord gradient_tile_coord(const GradientParams& p, int bl
       from_last = false;
       first_head = p.ascending_blocks / tiles;
       section_heads = heads;
-    } else if (!is_packed) {
+    } else if (!Config::packed) {
       heads = p.ascending_blocks / tiles;
     }
   }
@@ -92,12 +113,12 @@ __device__ GradientTileCoord gradient_tile_coord(const GradientParams& p, int bl
   const int tile = index / section_size;
   int head = first_head + index % section_size, chunk = 0, chunks_of_tiles = 1;
   if constexpr (Chunks) {
-    const int groups = is_packed ? tiling.heads : p.batch * tiling.heads;
+    const int groups = Config::packed ? tiling.heads : p.batch * tiling.heads;
     chunk = head / groups;
     chunks_of_tiles = p.tile_chunks;
     head -= chunk * groups;
   }
   return {(from_last ? tiles - 1 - tile : tile) * Rows,
-          is_packed ? tile_slots.sequence : head / tiling.heads, head % tiling.heads,
+          Config::packed ? tile_slots.sequence : head / tiling.heads, head % tiling.heads,
           chunk / chunks_of_tiles, chunk % chunks_of_tiles};
 }

@@ -297,6 +297,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             {"ascending_blocks": _ascending_blocks(problem, device, blocks, tile)},
             bias_gradients.bias_plan(problem, device),
         )
+        schedule = backward_common.with_packed_order(problem, schedule, tile.Bc)
         return backward_common.with_chunks(
             schedule, chunks, kv_blocks, 2, WARPGROUP_ROWS * sum(_padded_dims(problem))
         )

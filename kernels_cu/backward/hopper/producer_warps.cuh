@@ -138,7 +138,7 @@ struct HopperRowStatsLoader {
   __device__ void load(const Step& step) {
     const int left = cta.sequence.seqlen_q - step.tile * Br;
     const auto* source = row_stats<Config>(cta.p) +
-                         first_row_of_head(cta.p, cta.sequence, step.head) + step.tile * Br;
+                         first_row_of_head<Config>(cta.p, cta.sequence, step.head) + step.tile * Br;
     RowStats<float> row_stats_of_lane[rows_per_lane];
 #pragma unroll
     for (int i = 0; i < rows_per_lane; ++i) {

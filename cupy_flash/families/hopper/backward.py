@@ -374,19 +374,24 @@ def _query_chunks(problem: Problem, device: Device, tile: HopperBackwardTile) ->
         problem,
         blocks,
         ceil_div(problem.seqlen_q, tile.Br),
-        least=(6 if _may_descend(problem) else 12) * device.sm_count,
+        least=(6 if _is_triangular(problem) else 12) * device.sm_count,
         wave=device.sm_count,
     )
 
 
-def _may_descend(problem: Problem) -> bool:
-    """Return whether a last section may have the descending dq order (`dq/order.cuh`).
-
-    With a causal mask and no window, thread blocks of later keys have less work. Lists of query
-    tiles have the ascending order only.
-    """
+def _is_triangular(problem: Problem) -> bool:
+    """Return whether thread blocks of later keys have less work: causal, without a window."""
     mask = problem.mask
     return mask.causal and mask.left is None and not _reads_lists(problem)
+
+
+def _may_descend(problem: Problem) -> bool:
+    """Return whether the last section has the descending dq order (`dq/order.cuh`).
+
+    Lists of query tiles and packed sequences have the ascending order only. The last ones of packed
+    sequences are short.
+    """
+    return _is_triangular(problem) and not problem.layout.packed_k
 
 
 def _ascending_blocks(
@@ -397,7 +402,7 @@ def _ascending_blocks(
     The last section has about two thread blocks per SM. In a simulation of 16384 tokens and 16
     heads, the SMs are then busy for 97% instead of 90% of the time.
     """
-    if not _may_descend(problem) or problem.layout.packed_k:
+    if not _may_descend(problem):
         return blocks
     tiles = ceil_div(problem.seqlen_k, tile.pair * tile.Bc)
     slots = device.sm_count // _cluster(problem, tile)

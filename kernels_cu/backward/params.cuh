@@ -63,11 +63,11 @@ __device__ auto* row_stats(const GradientParams& p) {
   return static_cast<RowStats<Accumulator<typename Config::Element>>*>(p.workspace);
 }
 
-// Returns the index in lse of the first query row of a sequence's head.
+// Returns the index in lse of a query row of a sequence's head.
 template <class Config>
-__device__ int64 first_row_of_head(const Params& p, const Sequence& sequence, int head) {
-  if constexpr (Config::packed) return int64(head) * p.total_q + sequence.q_first;
-  return (int64(sequence.q_batch) * p.heads_q + head) * p.seqlen_q;
+__device__ int64 lse_index(const Params& p, const Sequence& sequence, int head, int row) {
+  if constexpr (Config::packed) return int64(head) * p.total_q + (sequence.q_first + row);
+  return (int64(sequence.q_batch) * p.heads_q + head) * p.seqlen_q + row;
 }
 
 // Returns the statistics of a query row. A row past the end of the sequence counts as fully masked.
@@ -75,7 +75,7 @@ template <class Config, class T = Accumulator<typename Config::Element>>
 __device__ RowStats<T> row_stats_of(const GradientParams& p, const Sequence& sequence, int head,
                                     int row) {
   if (row >= sequence.seqlen_q) return {SoftmaxMath<T>::infinity(), 0};
-  return row_stats<Config>(p)[first_row_of_head<Config>(p, sequence, head) + row];
+  return row_stats<Config>(p)[lse_index<Config>(p, sequence, head, row)];
 }
 
 // Threshold of P above which a row counts as attending to one key only.

@@ -136,9 +136,11 @@ struct HopperRowStatsLoader {
 
  private:
   __device__ void load(const Step& step) {
-    const int left = cta.sequence.seqlen_q - step.tile * Br;
+    // `opaque` keeps the compiler from hoisting parts of the addresses of rows that are cleared,
+    // which would be spilled.
+    const int left = ptx::opaque(cta.sequence.seqlen_q - step.tile * Br);
     const auto* source = row_stats<Config>(cta.p) +
-                         first_row_of_head<Config>(cta.p, cta.sequence, step.head) + step.tile * Br;
+                         lse_index<Config>(cta.p, cta.sequence, step.head, step.tile * Br);
     RowStats<float> row_stats_of_lane[rows_per_lane];
 #pragma unroll
     for (int i = 0; i < rows_per_lane; ++i) {

@@ -36,7 +36,8 @@ struct Preprocess {
     }
     if constexpr (Config::orders_sequences) PackedOrder<Config>::write(p);
     UnwrittenRows<Config>::clear(p);
-    const int64 rows = p.heads_q * (Config::packed ? int64(p.total_q) : int64(p.batch) * p.seqlen_q);
+    const int64 rows =
+        p.heads_q * (Config::packed ? int64(p.total_q) : int64(p.batch) * p.seqlen_q);
     const int64 number = (int64(blockIdx.x) * blockDim.x + threadIdx.x) / lanes;
     // All lanes of a warp take part in the shuffles. Lanes past the last row process it once more.
     const int64 index = number < rows ? number : rows - 1;

@@ -348,7 +348,7 @@ struct TilePreswizzler {
       return tensor.head<const float>(sequence.q_batch, coord.head) + first_row * tensor.row_stride;
     };
     const auto* stats =
-        row_stats<Config>(p) + first_row_of_head<Config>(p, sequence, coord.head) + coord.begin;
+        row_stats<Config>(p) + lse_index<Config>(p, sequence, coord.head, coord.begin);
     QueryScales scales = {};
     float norm;
     scales.q = TileRows<Br, Config::head_dim, Config::padded_dim>{rows(p.q), p.q.row_stride, left,

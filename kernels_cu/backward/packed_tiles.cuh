@@ -76,8 +76,8 @@ __device__ PackedRange tile_slots_of_sequence(const int* starts, int batch, int 
 }
 
 // Returns the number of tile slots of sequence `other` if they precede those of `sequence`, which
-// has `count` slots, in the order of lengths: longer sequences first, equally long ones in the order
-// of the batch. Otherwise returns 0.
+// has `count` slots, in the order of lengths: longer sequences first, equally long ones in the
+// order of the batch. Otherwise returns 0.
 template <int Rows>
 __device__ int earlier_tile_slots(const int* starts, int batch, int total, int sequence, int count,
                                   int other) {

@@ -62,10 +62,11 @@ __device__ Sequence sequence_of_kv_block(const GradientParams& p, int block, int
 
 // Returns the gradient tile of a CTA. Heads are divided into sections of `section_heads`, whose
 // operands stay in L2 together, and consecutive CTAs compute the same tile of all heads of a
-// section. If a packed sequence is short, its sections are larger. Packed sequences are in the order
-// of the batch or, with `Config::orders_sequences`, in that of their lengths (packed_order.cuh).
-// Within a section, tiles are in order or, if `FromLast`, reversed. Callers choose the order that
-// starts with the longest tiles of a causal mask or, for Hopper, the dq order (dq/order.cuh).
+// section. If a packed sequence is short, its sections are larger. Packed sequences are in the
+// order of the batch or, with `Config::orders_sequences`, in that of their lengths
+// (packed_order.cuh). Within a section, tiles are in order or, if `FromLast`, reversed. Callers
+// choose the order that starts with the longest tiles of a causal mask or, for Hopper, the dq order
+// (dq/order.cuh).
 //
 // With `Chunks`, each KV tile has a CTA for each chunk of its queries (query_chunks.cuh). Each
 // chunk then counts as a KV head. The first chunks of all heads precede the second chunks, so that

@@ -120,9 +120,9 @@ struct DqSums {
   __device__ explicit DqSums(const GradientParams& p)
       : tiles(Config::packed ? count_tile_slots<Br>(p.total_q, p.batch)
                            : ceil_div(ptx::opaque(p.seqlen_q), Br)) {
-    const int64 rows_per_head =
-        Config::packed ? int64(p.total_q) : int64(p.batch) * ptx::opaque(p.seqlen_q);
-    const int64 rows = p.heads_q * rows_per_head;
+    const int64 rows =
+        int64(p.heads_q) * (Config::packed ? int64(p.total_q)
+                                           : int64(p.batch) * ptx::opaque(p.seqlen_q));
     count = (Config::packed ? 1 : p.batch) * p.heads_q * tiles;
     semaphores = reinterpret_cast<int*>(static_cast<char*>(p.workspace) +
                                         aligned(rows * int64(sizeof(*row_stats<Config>(p)))));

@@ -136,9 +136,10 @@ struct HopperRowStatsLoader {
 
  private:
   __device__ void load(const Step& step) {
-    // `opaque` keeps the compiler from hoisting parts of the addresses of rows that are cleared,
-    // which would be spilled.
-    const int left = ptx::opaque(cta.sequence.seqlen_q - step.tile * Br);
+    int left = cta.sequence.seqlen_q - step.tile * Br;
+    // This keeps the compiler from hoisting parts of the addresses of rows that are cleared, which
+    // would be spilled.
+    if constexpr (Cta::inspects) left = ptx::opaque(left);
     const auto* source = row_stats<Config>(cta.p) +
                          lse_index<Config>(cta.p, cta.sequence, step.head, step.tile * Br);
     RowStats<float> row_stats_of_lane[rows_per_lane];

@@ -4,7 +4,6 @@
 
 #include "params.cuh"
 #include "backward/packed_tiles.cuh"
-#include "ptx/base.cuh"
 #include "score/mask.cuh"
 #include "score/softmax.cuh"
 #include "tile/element.cuh"
@@ -76,8 +75,7 @@ template <class Config, class T = Accumulator<typename Config::Element>>
 __device__ RowStats<T> row_stats_of(const GradientParams& p, const Sequence& sequence, int head,
                                     int row) {
   if (row >= sequence.seqlen_q) return {SoftmaxMath<T>::infinity(), 0};
-  // `opaque` keeps the compiler from holding the address of the head in registers.
-  return row_stats<Config>(p)[lse_index<Config>(p, sequence, ptx::opaque(head), 0) + row];
+  return row_stats<Config>(p)[lse_index<Config>(p, sequence, head, row)];
 }
 
 // Threshold of P above which a row counts as attending to one key only.

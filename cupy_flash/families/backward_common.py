@@ -32,6 +32,8 @@ _ROW_STATS_THREADS = 256
 # Alignment of the arrays in the workspace, in bytes.
 _WORKSPACE_ALIGNMENT = 512
 _WORD = 4
+# Size in bytes of `PackedTileSlot`: the sequence of a KV tile and its rows.
+_PACKED_TILE_BYTES = 48
 # Smallest number of query tiles of a chunk, if thread blocks divide the query tiles of a KV tile.
 _LEAST_CHUNK_TILES = 4
 # Largest number of chunks of the query tiles of the last heads, and the largest time with such
@@ -327,6 +329,30 @@ def with_chunks(
     )
 
 
+def with_packed_order(problem: Problem, schedule: Schedule, keys: int) -> Schedule:
+    """Return a schedule that processes packed sequences in the order of their lengths.
+
+    Preprocessing writes the order to the workspace (`kernels_cu/backward/packed_order.cuh`).
+
+    Parameters
+    ----------
+    problem, schedule
+        Backward problem, and its schedule.
+    keys
+        Number of rows of a KV tile.
+    """
+    layout = problem.layout
+    if not layout.packed_k:
+        return schedule
+    offset = round_up(schedule.workspace, _WORKSPACE_ALIGNMENT)
+    slots = layout.total_k // keys + problem.batch
+    return dataclasses.replace(
+        schedule,
+        workspace=offset + slots * _PACKED_TILE_BYTES,
+        workspace_offsets={**schedule.workspace_offsets, "packed_tiles": offset},
+    )
+
+
 @dataclass(frozen=True)
 class QuerySums:
     """Float32 accumulator of dq in the workspace, see `kernels_cu/backward/dq/accumulate.cuh`.
@@ -424,6 +450,7 @@ def config(
         "as_inputs": problem.gradient_spec.as_inputs,
         "row_lanes": row_lanes(problem),
         "has_seqlens": not problem.layout.is_dense,
+        "packed": problem.layout.packed_q,
         "dq_Br": 0 if sums is None else sums.Br,
         "may_descend": may_descend,
         "may_mask_pairs": problem.score is not None and problem.score.conceals,

@@ -262,6 +262,7 @@ class Family(ABC, Generic[TileT]):
             types["Gradient"] = ELEMENT_TYPES[gradient.dtype]
             members["has_dlse"] = gradient.dlse
             members["splits_queries"] = "kv_sums" in schedule.workspace_offsets
+            members["orders_sequences"] = "packed_tiles" in schedule.workspace_offsets
         # `_written` caches units: writing one takes 0.05 ms, and new lengths rarely need a new one.
         return _written(
             self.arch_specific,

@@ -27,7 +27,7 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const GradientTileCoord coord =
       gradient_tile_coord<Config, Config::pair * Config::Bc, true, true>(p, blockIdx.x);
-  const Sequence sequence = sequence_of<Config>(p, coord.batch);
+  const Sequence sequence = sequence_of_kv_block<Config>(p, blockIdx.x, coord.batch);
   if (coord.begin >= sequence.seqlen_k) return;
   using Cta = HopperCta<Config>;
   using BlockInfo = HopperGradientBlockInfo<Config>;

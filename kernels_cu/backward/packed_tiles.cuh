@@ -64,6 +64,29 @@ __device__ int count_tile_slots(int total, int batch) {
   return total / Rows + batch;
 }
 
+// Returns the tile slots of a sequence. They are those for which find_tile_slots() finds the
+// sequence, so the ranges of all sequences partition the slots.
+template <int Rows>
+__device__ PackedRange tile_slots_of_sequence(const int* starts, int batch, int total,
+                                              int sequence) {
+  return search(
+      batch, 0, count_tile_slots<Rows>(total, batch),
+      [=](int i) { return first_tile_slot<Rows>(clamp(starts[i], 0, total), i); },
+      [=](int i, int) { return i <= sequence; });
+}
+
+// Returns the number of tile slots of sequence `other` if they precede those of `sequence`, which
+// has `count` slots, in the order of lengths: longer sequences first, equally long ones in the
+// order of the batch. Otherwise returns 0.
+template <int Rows>
+__device__ int earlier_tile_slots(const int* starts, int batch, int total, int sequence, int count,
+                                  int other) {
+  const PackedRange slots = tile_slots_of_sequence<Rows>(starts, batch, total, other);
+  const int other_count = slots.end - slots.begin;
+  const bool precedes = other_count > count || (other_count == count && other < sequence);
+  return precedes ? max(0, other_count) : 0;
+}
+
 // Returns the sequence that a tile slot belongs to, and the slots of that sequence.
 template <int Rows>
 __device__ PackedRange find_tile_slots(const int* starts, int batch, int total, int slot) {

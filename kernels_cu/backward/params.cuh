@@ -36,6 +36,7 @@ struct GradientParams : Params {
   // semaphores, followed by sums of dk and dv of KV tiles; the number of chunks of query heads; and
   // the number of chunks of query tiles in the last section or, with packed keys, in all sections.
   void* kv_sums;
+  void* packed_tiles;  // array in the workspace, with Config::orders_sequences (packed_order.cuh)
   int kv_semaphores;
   int head_chunks;
   int tile_chunks;
@@ -64,10 +65,11 @@ __device__ auto* row_stats(const GradientParams& p) {
   return static_cast<RowStats<Accumulator<typename Config::Element>>*>(p.workspace);
 }
 
-// Returns the index in lse of the first query row of a sequence's head.
-__device__ inline int64 first_row_of_head(const Params& p, const Sequence& sequence, int head) {
-  if (p.cu_seqlens_q != nullptr) return int64(head) * p.total_q + sequence.q_first;
-  return (int64(sequence.q_batch) * p.heads_q + head) * p.seqlen_q;
+// Returns the index in lse of a query row of a sequence's head.
+template <class Config>
+__device__ int64 lse_index(const Params& p, const Sequence& sequence, int head, int row) {
+  if constexpr (Config::packed) return int64(head) * p.total_q + (sequence.q_first + row);
+  return (int64(sequence.q_batch) * p.heads_q + head) * p.seqlen_q + row;
 }
 
 // Returns the statistics of a query row. A row past the end of the sequence counts as fully masked.
@@ -75,7 +77,7 @@ template <class Config, class T = Accumulator<typename Config::Element>>
 __device__ RowStats<T> row_stats_of(const GradientParams& p, const Sequence& sequence, int head,
                                     int row) {
   if (row >= sequence.seqlen_q) return {SoftmaxMath<T>::infinity(), 0};
-  return row_stats<Config>(p)[first_row_of_head(p, sequence, head) + row];
+  return row_stats<Config>(p)[lse_index<Config>(p, sequence, head, row)];
 }
 
 // Threshold of P above which a row counts as attending to one key only.
@@ -137,15 +139,13 @@ template <class Config>
 __device__ Sequence sequence_of(const Params& p, int batch) {
   if constexpr (Config::has_seqlens) {
     Sequence sequence = find_sequence<0>(p, batch);
-    if (p.cu_seqlens_q != nullptr) {
-      const PackedRange rows = rows_of_sequence(p.cu_seqlens_q, p.batch, p.total_q, batch);
-      sequence.q_first = rows.begin;
-      sequence.seqlen_q = clamp(rows.end - rows.begin, 0, sequence.seqlen_q);
-    }
-    if (p.cu_seqlens_k != nullptr) {
-      const PackedRange rows = rows_of_sequence(p.cu_seqlens_k, p.batch, p.total_k, batch);
-      sequence.k_first = rows.begin;
-      sequence.seqlen_k = clamp(rows.end - rows.begin, 0, sequence.seqlen_k);
+    if constexpr (Config::packed) {
+      const PackedRange q = rows_of_sequence(p.cu_seqlens_q, p.batch, p.total_q, batch);
+      const PackedRange k = rows_of_sequence(p.cu_seqlens_k, p.batch, p.total_k, batch);
+      sequence.q_first = q.begin;
+      sequence.seqlen_q = clamp(q.end - q.begin, 0, sequence.seqlen_q);
+      sequence.k_first = k.begin;
+      sequence.seqlen_k = clamp(k.end - k.begin, 0, sequence.seqlen_k);
     }
     return sequence;
   } else {

@@ -110,7 +110,7 @@ struct QueryChunkSums {
   // Returns the index of the KV tile among those whose queries are divided.
   __device__ int tile_slot() const {
     const int tile = coord.begin / Config::Bc;
-    if (Config::has_seqlens && p.cu_seqlens_k != nullptr) {
+    if constexpr (Config::packed) {
       return coord.head * count_tile_slots<Config::Bc>(p.total_k, p.batch) +
              first_tile_slot<Config::Bc>(sequence.k_first, coord.batch) + tile;
     }

@@ -137,7 +137,8 @@ struct SimtGradients {
 
   // Converts S and dP to P and dS. `column` is the thread's first column.
   __device__ void softmax_backward(int head, int column) {
-    const auto* row_stats_of_head = row_stats<Config>(p) + first_row_of_head(p, sequence, head);
+    const auto* row_stats_of_head =
+        row_stats<Config>(p) + lse_index<Config>(p, sequence, head, 0);
     const auto stats = [&](int row) {
       return row < sequence.seqlen_q ? row_stats_of_head[row]
                                      : RowStats<T>{SoftmaxMath<T>::infinity(), 0};

@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 from support.problems import with_mask
 
+import cupy_flash
+from cupy_flash import flash_attention_varlen_backward
 from cupy_flash.families import FAMILIES
 from cupy_flash.families.hopper import HopperBackwardFamily, HopperBackwardTile
 from cupy_flash.families.schedule import Schedule
@@ -503,3 +507,29 @@ def test_lists_have_neither_descending_thread_blocks_nor_chunks(head_dim: int) -
 def test_more_heads_with_lists_are_interleaved() -> None:
     of = problem(seqlen=8192)
     assert schedule_of(with_mask(of)).section_heads > 3 * schedule_of(of).section_heads
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_have_a_list_of_their_kv_tiles_and_never_descend(
+    head_dim: int, causal: bool
+) -> None:
+    starts = np.array([0, 5000, 5000, 9001], np.int32)
+    q = np.broadcast_to(np.zeros((), ml_dtypes.bfloat16), (9001, 4, head_dim))
+    made = cupy_flash.plan(
+        flash_attention_varlen_backward,
+        **{"q": q, "k": q, "v": q, "cu_seqlens_q": starts, "cu_seqlens_k": starts},
+        **{"max_seqlen_q": 5000, "max_seqlen_k": 5000, "causal": causal, "arch": "sm_90"},
+    )
+    assert made.tile is not None
+    schedule = made.schedule
+    offsets = dict(schedule.workspace_offsets)
+    slots = 9001 // made.tile.Bc + 3
+    end = min((x for x in offsets.values() if x > offsets["packed_tiles"]), default=made.workspace)
+    assert end - offsets["packed_tiles"] >= 48 * slots
+    config = hopper.config(made.problem, made.tile, schedule.split)
+    assert config["packed"]
+    assert not config["may_descend"]
+    (blocks,) = (x.grid[0] for x in made.launches if x.entry == "key_gradients")
+    assert schedule.params["last_section"] == blocks
+    assert "packed_tiles" not in schedule_of(problem(head_dim, causal=causal)).workspace_offsets

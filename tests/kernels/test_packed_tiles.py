@@ -21,19 +21,23 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> HostProgram:
 
 
 class Ranges(NamedTuple):
-    """Results of the program: (sequence, begin, end) for each tile slot, row and sequence."""
+    """Results of the program: (sequence, begin, end) for each tile slot, row and sequence.
+
+    `ordered` has the tile slots of each sequence in the order of lengths.
+    """
 
     of_slots: np.ndarray
     of_rows: np.ndarray
     of_sequences: np.ndarray
+    ordered: np.ndarray
 
 
 def ranges_of(batches: list[tuple[int, np.ndarray]], program: HostProgram) -> list[Ranges]:
     """Return the results of the program for batches of (total, starts)."""
     lines = (f"{len(s) - 1} {total} {' '.join(map(str, s))}" for total, s in batches)
     found = program.rows(lines, 3)
-    assert len(found) == 3 * len(batches)
-    return [Ranges(*found[i : i + 3]) for i in range(0, len(found), 3)]
+    assert len(found) == 4 * len(batches)
+    return [Ranges(*found[i : i + 4]) for i in range(0, len(found), 4)]
 
 
 def wild_batches() -> list[tuple[int, np.ndarray]]:
@@ -72,7 +76,7 @@ def test_for_any_starts_a_slot_belongs_to_one_sequence_and_all_searches_agree(
     program: HostProgram,
 ) -> None:
     batches = wild_batches()
-    for (_, starts), (slots, _, _) in zip(batches, ranges_of(batches, program), strict=True):
+    for (_, starts), (slots, _, _, _) in zip(batches, ranges_of(batches, program), strict=True):
         for slot, (sequence, begin, end) in enumerate(slots.tolist()):
             assert begin <= slot < end, starts
             assert (slots[begin:end] == (sequence, begin, end)).all(), starts
@@ -100,3 +104,19 @@ def test_for_any_starts_a_row_belongs_to_one_sequence_and_its_tiles_have_slots(
         _, begins, ends = ranges.of_rows.T
         has_sequence = (begins <= np.arange(total)) & (np.arange(total) < ends)
         assert (np.where(has_sequence, ranges.of_rows[:, 0], -1) == owners).all(), starts
+
+
+def test_for_any_starts_the_order_of_lengths_has_each_slot_once_and_longer_sequences_first(
+    program: HostProgram,
+) -> None:
+    batches = wild_batches()
+    for (_, starts), ranges in zip(batches, ranges_of(batches, program), strict=True):
+        counts = np.bincount(ranges.of_slots[:, 0], minlength=len(starts) - 1)
+        ordered = [row for row in ranges.ordered.tolist() if row[1] < row[2]]
+        assert sorted(sequence for sequence, _, _ in ordered) == np.nonzero(counts)[0].tolist()
+        end_slot, longest = 0, counts.max()
+        for sequence, begin, end in sorted(ordered, key=lambda row: row[1]):
+            assert begin == end_slot, starts
+            assert end - begin == counts[sequence] <= longest, starts
+            end_slot, longest = end, counts[sequence]
+        assert end_slot == len(ranges.of_slots), starts

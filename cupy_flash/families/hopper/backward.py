@@ -311,7 +311,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
                 Launch.of_gradients(entry, function, query_blocks, _SUM_THREADS, ranks=parts)
             )
         last_section = {}
-        if _may_descend(problem) and not problem.layout.packed_k:
+        if _may_descend(problem):
             descending = _descending_section(problem, device, tile)
             last_section["last_section"] = max(0, blocks - descending)
         schedule = backward_common.schedule(
@@ -324,6 +324,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             last_section,
             bias_gradients.bias_plan(problem, device),
         )
+        schedule = backward_common.with_packed_order(problem, schedule, tile.Bc)
         return backward_common.with_chunks(
             schedule, problem, chunks, kv_blocks, 2, WARPGROUP_ROWS * sum(_padded_dims(problem))
         )
@@ -419,19 +420,24 @@ def _query_chunks(problem: Problem, device: Device, tile: HopperBackwardTile) ->
         problem,
         blocks,
         ceil_div(problem.seqlen_q, tile.Br),
-        least=(6 if _may_descend(problem) else 12) * device.sm_count,
+        least=(6 if _is_triangular(problem) else 12) * device.sm_count,
         wave=device.sm_count,
     )
 
 
-def _may_descend(problem: Problem) -> bool:
-    """Return whether a last section may have the descending dq order (`dq/order.cuh`).
-
-    With a causal mask and no window, thread blocks of later keys have less work. Lists of query
-    tiles have the ascending order only.
-    """
+def _is_triangular(problem: Problem) -> bool:
+    """Return whether thread blocks of later keys have less work: causal, without a window."""
     mask = problem.mask
     return mask.causal and mask.left is None and not _reads_lists(problem)
+
+
+def _may_descend(problem: Problem) -> bool:
+    """Return whether the last section has the descending dq order (`dq/order.cuh`).
+
+    Lists of query tiles and packed sequences have the ascending order only. The last ones of packed
+    sequences are short.
+    """
+    return _is_triangular(problem) and not problem.layout.packed_k
 
 
 def _descending_section(problem: Problem, device: Device, tile: HopperBackwardTile) -> int:

@@ -118,23 +118,20 @@ struct DqSums {
 
   // Callers construct this struct at each use, so that its members take no registers in between.
   __device__ explicit DqSums(const GradientParams& p)
-      : tiles(is_packed(p) ? count_tile_slots<Br>(p.total_q, p.batch)
+      : tiles(Config::packed ? count_tile_slots<Br>(p.total_q, p.batch)
                            : ceil_div(ptx::opaque(p.seqlen_q), Br)) {
-    const int64 rows = int64(p.heads_q) * (is_packed(p) ? int64(p.total_q)
-                                                        : int64(p.batch) * ptx::opaque(p.seqlen_q));
-    count = (is_packed(p) ? 1 : p.batch) * p.heads_q * tiles;
+    const int64 rows =
+        int64(p.heads_q) * (Config::packed ? int64(p.total_q)
+                                           : int64(p.batch) * ptx::opaque(p.seqlen_q));
+    count = (Config::packed ? 1 : p.batch) * p.heads_q * tiles;
     semaphores = reinterpret_cast<int*>(static_cast<char*>(p.workspace) +
                                         aligned(rows * int64(sizeof(*row_stats<Config>(p)))));
-  }
-
-  __device__ static bool is_packed(const GradientParams& p) {
-    return Config::has_seqlens && p.cu_seqlens_q != nullptr;
   }
 
   // Returns the tile slot of a query tile: its index in all arrays with an entry per tile.
   __device__ int tile_slot(const GradientParams& p, const Sequence& sequence, int batch, int head,
                            int tile) const {
-    if (!is_packed(p)) return (batch * p.heads_q + head) * tiles + tile;
+    if constexpr (!Config::packed) return (batch * p.heads_q + head) * tiles + tile;
     return head * tiles + first_tile_slot<Br>(sequence.q_first, batch) + tile;
   }
   __device__ int* semaphore(const GradientParams& p, const Sequence& sequence, int batch, int head,
@@ -182,7 +179,7 @@ struct DqTile {
     const float* sums =
         all.template sums<Fragments::floats>(p, sequence, coord.batch, coord.head, tile);
     const auto* stats =
-        row_stats<Config>(p) + first_row_of_head(p, sequence, coord.head) + coord.begin;
+        row_stats<Config>(p) + lse_index<Config>(p, sequence, coord.head, coord.begin);
     const int left = sequence.seqlen_q - coord.begin;
     const float scale = signed_scale<Config, float>(p);
     const Mask<Config> mask = mask_of<Config>(p, sequence, coord.batch);

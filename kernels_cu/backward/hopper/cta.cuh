@@ -16,10 +16,12 @@
 // lanes operate the semaphore instead of the adders.
 //
 // A tile may contain rows past the end of its sequence, which belong to other sequences or are
-// padding, and query rows that attend to no key. If so, TMA loads arrive at separate barriers
-// (`keys_arrived`, `q_arrived`, `dout_arrived`): the row statistics warp waits for them, clears
-// those rows and then signals the consumers, because 0 times NaN is NaN. Keys that no query attends
-// to may hold NaN, too; consumers clean k before they multiply with it (preprocess/clean.cuh).
+// padding, and query rows that attend to no key. The load of such a tile arrives at a separate
+// barrier (`keys_arrived`, `q_arrived`, `dout_arrived`): the row statistics warp waits for it,
+// clears those rows and then arrives at the consumers' barrier in the loader's place, because 0
+// times NaN is NaN. Other tiles do not pass through that warp, which would delay them. Keys that no
+// query attends to may hold NaN, too; consumers clean k before they multiply with it
+// (preprocess/clean.cuh).
 //
 // For wide heads, two CTAs may form a cluster, of one of two kinds:
 //
@@ -155,8 +157,11 @@ struct HopperGradientCta {
   static constexpr bool wants_k = Config::wants_k;
   static constexpr bool wants_v = Config::wants_v;
   static constexpr bool wants_ds = wants_q || wants_k;
-  // Whether the row statistics warp inspects tiles of q and dout before consumers read them.
+  // Whether the row statistics warp inspects some tiles of q and dout before consumers read them,
+  // and whether it inspects all tiles. See `inspects_tile()`.
   static constexpr bool inspects = Config::has_seqlens || Config::inspects;
+  static constexpr bool inspects_all =
+      Config::inspects && (!Config::has_seqlens || Config::modified);
   // Whether consumers of the last CTA in the dq order write dq; otherwise a separate kernel does.
   // Wide heads leave no registers for the earlier sums, float32 gradients none for their addresses:
   // spilling 236 bytes per thread cost 15% (H100, head_dim 128, 65536 tokens).
@@ -339,6 +344,25 @@ struct HopperGradientCta {
     return order.is_last_cta(step.tile, descends());
   }
 
+  // Returns whether some query row of the sequence attends to no key, or no query row attends to
+  // some key. `inspects()` in backward_common.py answers the same question for dense batches: the
+  // first or the last row has the fewest keys, and the first or the last key the fewest rows.
+  __device__ bool inspects_sequence() const {
+    if constexpr (!Config::inspects || inspects_all) return inspects_all;
+    const int last_row = sequence.seqlen_q - 1, last_key = sequence.seqlen_k - 1;
+    return sees_no_key(0) || sees_no_key(last_row) || is_unseen(0) || is_unseen(last_key);
+  }
+  // Returns whether the row statistics warp inspects the tiles of q and dout of a step, or the tile
+  // of k and v, before consumers read them.
+  template <class AnyStep>
+  __device__ bool inspects_tile(const AnyStep& step) const {
+    if constexpr (!inspects || inspects_all) return inspects;
+    return (step.tile + 1) * Br > sequence.seqlen_q || inspects_sequence();
+  }
+  __device__ bool inspects_keys() const {
+    return Config::has_seqlens && coord.begin + Bc > sequence.seqlen_k;
+  }
+
   // Returns whether a step needs the mask. Missing keys are zeros, so their scores are 0, and their
   // P may be infinite. Infinity times 0 would make dq NaN. Modifications must not be evaluated for
   // missing query rows.
@@ -458,10 +482,10 @@ struct HopperGradientCta {
 
   __device__ void init_barriers() const {
     constexpr int warps = 4 * consumers;
-    // The loader and the row statistics warp both arrive at `q_full`. If `inspects`, only the row
-    // statistics warp does, after the tile has arrived at `q_arrived`.
+    // The loader and the row statistics warp both arrive at `q_full`. For an inspected tile, the
+    // row statistics warp arrives twice, or once if all tiles are inspected.
     for (int stage = 0; stage < Config::q_stages; ++stage) {
-      ptx::mbarrier_init(q_full(stage), inspects ? 1 : 2);
+      ptx::mbarrier_init(q_full(stage), inspects_all ? 1 : 2);
       ptx::mbarrier_init(q_empty(stage), warps);
       if (inspects) ptx::mbarrier_init(q_arrived(stage), 1);
     }
@@ -510,6 +534,15 @@ struct HopperGradientCta {
   // Named barriers: 1 for all consumers, 2 + `consumer` for a single one.
   __device__ static void sync_consumers() { NamedBarrier<128 * consumers>{1}.sync(); }
   __device__ static void sync_consumer(int consumer) { NamedBarrier<128>{2 + consumer}.sync(); }
+
+ private:
+  __device__ bool sees_no_key(int row) const {
+    return mask.visible_begin(row) >= mask.visible_end(row);
+  }
+  __device__ bool is_unseen(int key) const {
+    const int rows = sequence.seqlen_q;
+    return mask.row_begin(key, rows) >= mask.row_end(key, rows);
+  }
 };
 
 // Layout of the dq sums of a whole query tile, for the kernel that converts them. That kernel has a

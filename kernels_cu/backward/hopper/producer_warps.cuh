@@ -27,7 +27,7 @@ struct HopperGradientLoader {
     const Sequence& sequence = cta.sequence;
     load<typename Cta::KeyTile>(cta.keys_address(), &cta.maps.k, sequence.k_first + cta.coord.begin,
                                 cta.coord.head, sequence.k_batch,
-                                Config::has_seqlens ? cta.keys_arrived() : cta.keys_full());
+                                cta.inspects_keys() ? cta.keys_arrived() : cta.keys_full());
     if constexpr (Cta::exchanges_ds) load_peer_keys();
     Step step = cta.first_step();
     load_queries(step);
@@ -60,7 +60,8 @@ struct HopperGradientLoader {
   __device__ void load_queries(const Step& step) {
     const int stage = q_ring.index;
     ptx::mbarrier_wait(cta.q_empty(stage), q_ring.phase ^ 1);
-    const unsigned barrier = Cta::inspects ? cta.q_arrived(stage) : cta.q_full(stage);
+    const unsigned barrier =
+        choose_barrier(step, cta.q_full(stage), cta.inspects ? cta.q_arrived(stage) : 0);
     if constexpr (Config::stores_pairs) load_pairs(cta.p, step, stage, barrier);
     load<typename Cta::QueryTile>(cta.queries_address(stage), &cta.maps.q, row_of(step), step.head,
                                   cta.sequence.q_batch, barrier);
@@ -85,7 +86,8 @@ struct HopperGradientLoader {
     ptx::mbarrier_wait(cta.dout_empty(stage), dout_ring.phase ^ 1);
     load<typename Cta::DoutTile>(cta.dout_address(stage), &cta.maps.dout, row_of(step), step.head,
                                  cta.sequence.q_batch,
-                                 Cta::inspects ? cta.dout_arrived(stage) : cta.dout_full(stage));
+                                 choose_barrier(step, cta.dout_full(stage),
+                                                cta.inspects ? cta.dout_arrived(stage) : 0));
     dout_ring.advance();
   }
 
@@ -102,6 +104,16 @@ struct HopperGradientLoader {
                        Config::bias_is_shared ? ptx::l2_evict_normal : ptx::l2_evict_first);
       bias_ring.advance();
     }
+  }
+
+  // Returns the barrier at which the load of a tile arrives: `arrived` if the row statistics warp
+  // inspects the tile, otherwise `full`. In the second case, arrives at `arrived`, too, so that its
+  // phase is always that of the stage.
+  __device__ unsigned choose_barrier(const Step& step, unsigned full, unsigned arrived) const {
+    if constexpr (!Cta::inspects) return full;
+    if (cta.inspects_tile(step)) return arrived;
+    ptx::mbarrier_arrive(arrived);
+    return full;
   }
 
   __device__ int row_of(const Step& step) const {
@@ -131,7 +143,7 @@ struct HopperRowStatsLoader {
   PipelineState<Config::dout_stages> dout_ring = {};
 
   __device__ void load_all() {
-    if constexpr (Config::has_seqlens) {
+    if (cta.inspects_keys()) {
       clear_tail<typename Cta::KeyTile>(cta.keys_arrived(), 0, cta.keys_address(),
                                         cta.sequence.seqlen_k - cta.coord.begin);
       arrive_warp(cta.keys_full());
@@ -144,9 +156,12 @@ struct HopperRowStatsLoader {
 
  private:
   __device__ void load(const Step& step) {
-    const int left = cta.sequence.seqlen_q - step.tile * Br;
+    int left = cta.sequence.seqlen_q - step.tile * Br;
+    // This keeps the compiler from hoisting parts of the addresses of rows that are cleared, which
+    // would be spilled.
+    if constexpr (Cta::inspects) left = ptx::opaque(left);
     const auto* source = row_stats<Config>(cta.p) +
-                         first_row_of_head(cta.p, cta.sequence, step.head) + step.tile * Br;
+                         lse_index<Config>(cta.p, cta.sequence, step.head, step.tile * Br);
     RowStats<float> row_stats_of_lane[rows_per_lane];
 #pragma unroll
     for (int i = 0; i < rows_per_lane; ++i) {
@@ -163,20 +178,22 @@ struct HopperRowStatsLoader {
       stats[row] = row_stats_of_lane[i].lse_log2;
       stats[Br + row] = Cta::column_part() == 0 ? -row_stats_of_lane[i].delta : 0;
     }
-    if constexpr (Cta::inspects) {
+    const bool inspects = cta.inspects_tile(step);
+    if (inspects) {
       clear<typename Cta::QueryTile>(cta.q_arrived(q_ring.index), q_ring.phase,
                                      cta.queries_address(q_ring.index), left,
                                      [&](int i) { return clears_q(row_stats_of_lane[i]); });
     }
     arrive_warp(cta.q_full(q_ring.index));
+    if (inspects && !Cta::inspects_all) arrive_warp(cta.q_full(q_ring.index));
     q_ring.advance();
-    if constexpr (Cta::inspects) {
+    if (inspects) {
       clear<typename Cta::DoutTile>(cta.dout_arrived(dout_ring.index), dout_ring.phase,
                                     cta.dout_address(dout_ring.index), left,
                                     [&](int i) { return clears_dout(row_stats_of_lane[i]); });
       arrive_warp(cta.dout_full(dout_ring.index));
-      dout_ring.advance();
     }
+    if constexpr (Cta::inspects) dout_ring.advance();
   }
 
   // Waits for the load of a tile of q or dout, and clears its rows from `rows` on. If

@@ -100,6 +100,7 @@ struct HopperGradientProducts {
   // product with them; other consumers read them only after a barrier.
   __device__ void clean_keys() const {
     if constexpr (Config::inspects) {
+      if (!cta.inspects_sequence()) return;
       clean_rows<KeyTile>(cta.keys_address());
       if constexpr (Cta::exchanges_ds) {
         clean_rows<typename Cta::PeerKeyTile>(cta.peer_keys_address());

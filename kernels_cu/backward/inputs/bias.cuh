@@ -19,7 +19,7 @@ struct BiasGradients : BiasAxes<Config> {
   static constexpr int size = Scores::size, stride = Scores::stride;
 
   using Axes = BiasAxes<Config>;
-  using Axes::is_packed, Axes::keeps_keys, Axes::keeps_rows, Axes::p;
+  using Axes::keeps_keys, Axes::keeps_rows, Axes::p;
 
   const BiasGradient& gradient;
   unsigned char* const memory;  // shared memory: operands, and at the end the output tile
@@ -87,9 +87,9 @@ struct BiasGradients : BiasAxes<Config> {
     const int rows = keeps_rows ? min(size, sequence.seqlen_q - output_tile.rows * size) : 1;
     const int keys = keeps_keys ? min(size, gradient.keys - output_tile.keys * size) : 1;
     const int64 first_row =
-        int64(output_tile.rows) * size + (is_packed && keeps_rows ? sequence.q_first : 0);
+        int64(output_tile.rows) * size + (Config::packed && keeps_rows ? sequence.q_first : 0);
     const int64 head =
-        (is_packed ? 0 : int64(output_tile.batch) * gradient.heads) + output_tile.heads;
+        (Config::packed ? 0 : int64(output_tile.batch) * gradient.heads) + output_tile.heads;
     for (int i = threadIdx.x; i < size * size; i += Scores::threads) {
       const int row = i / size, key = i % size;
       if (row >= rows || key >= keys) continue;

@@ -10,11 +10,10 @@
 template <class Config>
 struct BiasAxes {
   const GradientParams& p;
-  const bool is_packed = Config::has_seqlens && p.cu_seqlens_q != nullptr;
   const bool keeps_rows = p.dbias.rows > 1;
   const bool keeps_keys = p.dbias.keys > 1;
   // A packed bias has no batch axis: each of its rows belongs to one sequence.
-  const bool keeps_batch = is_packed ? keeps_rows : p.dbias.batch > 1;
+  const bool keeps_batch = Config::packed ? keeps_rows : p.dbias.batch > 1;
   const bool keeps_heads = p.dbias.heads > 1;
 
   __device__ explicit BiasAxes(const GradientParams& p) : p(p) {}

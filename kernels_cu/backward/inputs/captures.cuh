@@ -122,8 +122,7 @@ struct CaptureUnits {
       }
     }
     shared.reduce(largest);
-    const bool is_packed = Config::has_seqlens && p.cu_seqlens_q != nullptr;
-    const int64 rows = is_packed ? int64(p.total_q) : int64(p.batch) * p.seqlen_q;
+    const int64 rows = Config::packed ? int64(p.total_q) : int64(p.batch) * p.seqlen_q;
     const int64 contributions = rows * p.heads_q * p.seqlen_k * Config::Mods::loads;
     const int bits = 64 - __clzll(contributions);
 #pragma unroll

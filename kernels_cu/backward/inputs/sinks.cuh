@@ -28,16 +28,15 @@ struct SinkGradients {
   // Returns the sum over all rows of the head, in thread 0.
   __device__ static T sum(const GradientParams& p, int head, T sink) {
     __shared__ T warp_totals[threads / 32];
-    const bool is_packed = Config::has_seqlens && p.cu_seqlens_q != nullptr;
     // Packed sequences are consecutive. Rows before the first or after the last belong to none.
-    const int begin = is_packed ? clamp(p.cu_seqlens_q[0], 0, p.total_q) : 0;
-    const int64 end = is_packed ? int64(clamp(p.cu_seqlens_q[p.batch], begin, p.total_q))
-                                : int64(p.batch) * p.seqlen_q;
+    const int begin = Config::packed ? clamp(p.cu_seqlens_q[0], 0, p.total_q) : 0;
+    const int64 end = Config::packed ? int64(clamp(p.cu_seqlens_q[p.batch], begin, p.total_q))
+                                     : int64(p.batch) * p.seqlen_q;
     CompensatedSum<T> terms;
     for (int64 i = begin + int(threadIdx.x); i < end; i += threads) {
-      const int batch = is_packed ? 0 : i / p.seqlen_q;
-      const int64 row = is_packed ? i : i % p.seqlen_q;
-      const int rows = is_packed ? p.total_q : p.seqlen_q;
+      const int batch = Config::packed ? 0 : i / p.seqlen_q;
+      const int64 row = Config::packed ? i : i % p.seqlen_q;
+      const int rows = Config::packed ? p.total_q : p.seqlen_q;
       terms.add(term(p, (int64(batch) * p.heads_q + head) * rows + row, sink));
     }
     T total = terms.total();

@@ -295,7 +295,7 @@ struct MmaGradientCta {
                                         queries(p.q, head) + first * p.q.row_stride, p.q, left);
     start<Br, Config::head_dim_v, LayoutV>(
         dout_address(stage), queries(p.dout, head) + first * p.dout.row_stride, p.dout, left);
-    const Stats* stats = row_stats<Config>(p) + first_row_of_head(p, sequence, head) + first;
+    const Stats* stats = row_stats<Config>(p) + lse_index<Config>(p, sequence, head, first);
 #pragma unroll
     for (int first_row = 0; first_row < Br; first_row += threads) {
       const int i = first_row + threadIdx.x;

@@ -2,6 +2,7 @@
 // dq semaphores, and zeroes gradient rows that no other kernel writes.
 #pragma once
 
+#include "backward/packed_order.cuh"
 #include "backward/params.cuh"
 #include "backward/dq/accumulate.cuh"
 #include "backward/preprocess/zero_rows.cuh"
@@ -33,17 +34,18 @@ struct Preprocess {
         static_cast<int*>(p.kv_sums)[i] = 0;
       }
     }
+    if constexpr (Config::orders_sequences) PackedOrder<Config>::write(p);
     UnwrittenRows<Config>::clear(p);
-    const bool is_packed = p.cu_seqlens_q != nullptr;
-    const int64 rows = p.heads_q * (is_packed ? int64(p.total_q) : int64(p.batch) * p.seqlen_q);
+    const int64 rows =
+        p.heads_q * (Config::packed ? int64(p.total_q) : int64(p.batch) * p.seqlen_q);
     const int64 number = (int64(blockIdx.x) * blockDim.x + threadIdx.x) / lanes;
     // All lanes of a warp take part in the shuffles. Lanes past the last row process it once more.
     const int64 index = number < rows ? number : rows - 1;
-    const int rows_per_head = is_packed ? p.total_q : p.seqlen_q;
+    const int rows_per_head = Config::packed ? p.total_q : p.seqlen_q;
     const int64 head = index / rows_per_head;
     const int row = index % rows_per_head;
-    const int batch = is_packed ? 0 : head / p.heads_q;
-    const int head_q = is_packed ? head : head % p.heads_q;
+    const int batch = Config::packed ? 0 : head / p.heads_q;
+    const int head_q = Config::packed ? head : head % p.heads_q;
     bool is_zero = true;  // whether the lane's part of the output row is 0
     const T sum = product(p.out.head<const Element>(batch, head_q) + row * p.out.row_stride,
                           p.dout.head<const Element>(batch, head_q) + row * p.dout.row_stride,

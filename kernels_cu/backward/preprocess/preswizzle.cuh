@@ -144,7 +144,7 @@ struct PreswizzledTiles {
                                           int batch, int head, int tile) {
     const DqSums<Config> sums(p);
     int64 slot = (int64(batch) * p.heads_kv + head) * ceil_div(p.seqlen_k, Config::Bc) + tile;
-    if (Config::has_seqlens && p.cu_seqlens_k != nullptr) {
+    if constexpr (Config::packed) {
       slot = int64(head) * count_tile_slots<Config::Bc>(p.total_k, p.batch) +
              first_tile_slot<Config::Bc>(sequence.k_first, batch) + tile;
     }
@@ -348,7 +348,7 @@ struct TilePreswizzler {
       return tensor.head<const float>(sequence.q_batch, coord.head) + first_row * tensor.row_stride;
     };
     const auto* stats =
-        row_stats<Config>(p) + first_row_of_head(p, sequence, coord.head) + coord.begin;
+        row_stats<Config>(p) + lse_index<Config>(p, sequence, coord.head, coord.begin);
     QueryScales scales = {};
     float norm;
     scales.q = TileRows<Br, Config::head_dim, Config::padded_dim>{rows(p.q), p.q.row_stride, left,
@@ -426,7 +426,7 @@ template <class Config>
 __device__ void preswizzle_tiles(const GradientParams& p) {
   using Preswizzler = TilePreswizzler<Config>;
   __shared__ typename Preswizzler::Shared shared;
-  const int query_tiles = GradientTiling<false>(p).template blocks<Config::Br>(p.batch);
+  const int query_tiles = GradientTiling<false>(p).template blocks<Config, Config::Br>(p.batch);
   const int block = blockIdx.x;
   if (block < query_tiles) {
     Preswizzler{shared}.write_query_tile(p, block);

@@ -16,8 +16,8 @@ struct UnwrittenRows {
       if (p.dq.data != nullptr) zero_queries(p);
     }
     if constexpr (Config::has_seqlens) {
-      const int rows = p.cu_seqlens_k != nullptr ? p.total_k : p.seqlen_k;
-      const int batches = p.cu_seqlens_k != nullptr ? 1 : p.batch;
+      const int rows = Config::packed ? p.total_k : p.seqlen_k;
+      const int batches = Config::packed ? 1 : p.batch;
       const auto is_unowned = [&](int batch, int row) { return is_unowned_key(p, batch, row); };
       if (p.dk.data != nullptr) {
         zero_rows_if<Config::head_dim>(p.dk, p.heads_kv, rows, batches, is_unowned);
@@ -35,10 +35,9 @@ struct UnwrittenRows {
     if constexpr (Config::block_mask) {
       zero_unlisted_tiles(p);
     } else {
-      const bool is_packed = Config::has_seqlens && p.cu_seqlens_q != nullptr;
-      const int rows = is_packed ? p.total_q : p.seqlen_q;
+      const int rows = Config::packed ? p.total_q : p.seqlen_q;
       zero_rows_if<Config::head_dim>(
-          p.dq, p.heads_q, rows, is_packed ? 1 : p.batch,
+          p.dq, p.heads_q, rows, Config::packed ? 1 : p.batch,
           [&](int batch, int row) { return is_unwritten(p, batch, row); });
     }
   }
@@ -98,7 +97,7 @@ struct UnwrittenRows {
   }
 
   __device__ static bool is_unwritten(const GradientParams& p, int batch, int row) {
-    if (Config::has_seqlens && p.cu_seqlens_q != nullptr) {
+    if constexpr (Config::packed) {
       batch = find_sequence_rows(p.cu_seqlens_q, p.batch, p.total_q, row).sequence;
     }
     const Sequence sequence = sequence_of<Config>(p, batch);
@@ -108,7 +107,7 @@ struct UnwrittenRows {
   }
 
   __device__ static bool is_unowned_key(const GradientParams& p, int batch, int row) {
-    if (p.cu_seqlens_k != nullptr) {
+    if constexpr (Config::packed) {
       batch = find_sequence_rows(p.cu_seqlens_k, p.batch, p.total_k, row).sequence;
     }
     const Sequence sequence = sequence_of<Config>(p, batch);

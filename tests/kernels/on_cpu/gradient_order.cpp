@@ -33,6 +33,8 @@ template <class MaskConfig>
 struct OrderConfig : MaskConfig {
   static constexpr int Bc = Bc_of_all;
   static constexpr bool has_seqlens = false;
+  static constexpr bool packed = false;
+  static constexpr bool orders_sequences = false;
   static constexpr bool splits_queries = true;
   static constexpr bool may_descend = MaskConfig::causal && !MaskConfig::window_left;
 };

@@ -108,6 +108,55 @@ def test_a_thousand_passes_give_the_same_bits(kernel: Kernel) -> None:
     assert int(unequal) == 0
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+@pytest.mark.parametrize("short_sequences", [9, 1200])
+def test_the_order_of_packed_sequences_does_not_change_a_bit(
+    short_sequences: int, head_dim: int, rng: np.random.Generator
+) -> None:
+    # The grid processes the sequences in the order of their lengths, unless there are more than
+    # 1024. Some queries of sequences with more queries than keys attend to no key.
+    lengths = [(700, 700), (300, 0), (0, 90), (64, 128), (129, 40), (400, 129)]
+    lengths += [(n, n) for n in rng.integers(0, 200, short_sequences).tolist()]
+    shapes = {"q": (0, 4), "k": (1, 2), "v": (1, 2), "dout": (0, 4)}
+    sequences = [
+        {
+            name: rng.standard_normal((rows[side], heads, head_dim)).astype(DTYPES["bfloat16"])
+            for name, (side, heads) in shapes.items()
+        }
+        for rows in lengths
+    ]
+
+    def gradients(order: np.ndarray) -> list[list[np.ndarray]]:
+        """Return the bits of dq, dk and dv of each sequence, packed in this order."""
+        dout, q, k, v = (
+            cupy.asarray(np.concatenate([sequences[i][name] for i in order]))
+            for name in ("dout", *"qkv")
+        )
+        of_order = np.array([lengths[i] for i in order], np.int32)
+        ends = np.concatenate([[[0, 0]], np.cumsum(of_order, axis=0, dtype=np.int32)])
+        starts = [cupy.asarray(np.ascontiguousarray(x.astype(np.int32))) for x in ends.T]
+        call = (*starts, 700, 700)
+        out, lse = flash_attention_varlen(q, k, v, *call, return_lse=True, causal=True)
+        found = flash_attention_varlen_backward(
+            dout, q, k, v, out, lse, *call, causal=True, family="hopper"
+        )
+        parts = [
+            np.split(bits(x.get()), of_side[1:-1])
+            for x, of_side in zip(found, (ends[:, 0], ends[:, 1], ends[:, 1]), strict=True)
+        ]
+        position = np.argsort(order)
+        return [[part[place] for part in parts] for place in position]
+
+    try:
+        expected = gradients(np.arange(len(lengths)))
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    for order in (np.arange(len(lengths))[::-1], rng.permutation(len(lengths))):
+        for found, right in zip(gradients(order), expected, strict=True):
+            for one, other in zip(found, right, strict=True):
+                np.testing.assert_array_equal(one, other)
+
+
 def test_what_the_memory_held_before_does_not_matter(kernel: Kernel) -> None:
     call = Pass(*kernel)
     expected = bits_of(call.run())

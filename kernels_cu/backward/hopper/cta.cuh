@@ -160,8 +160,8 @@ struct HopperGradientCta {
   // Whether the row statistics warp inspects some tiles of q and dout before consumers read them,
   // and whether it inspects all tiles. See `inspects_tile()`.
   static constexpr bool inspects = Config::has_seqlens || Config::inspects;
-  static constexpr bool inspects_all =
-      Config::inspects && (!Config::has_seqlens || Config::modified);
+  static constexpr bool inspects_all = Config::inspects && !Config::stores_pairs &&
+                                       (!Config::has_seqlens || Config::modified);
   // Whether consumers of the last CTA in the dq order write dq; otherwise a separate kernel does.
   // Wide heads leave no registers for the earlier sums, float32 gradients none for their addresses:
   // spilling 236 bytes per thread cost 15% (H100, head_dim 128, 65536 tokens).
@@ -348,7 +348,8 @@ struct HopperGradientCta {
   // some key. `inspects()` in backward_common.py answers the same question for dense batches: the
   // first or the last row has the fewest keys, and the first or the last key the fewest rows.
   __device__ bool inspects_sequence() const {
-    if constexpr (!Config::inspects || inspects_all) return inspects_all;
+    if constexpr (!Config::inspects) return false;
+    if constexpr (inspects_all || Config::stores_pairs) return true;
     const int last_row = sequence.seqlen_q - 1, last_key = sequence.seqlen_k - 1;
     return sees_no_key(0) || sees_no_key(last_row) || is_unseen(0) || is_unseen(last_key);
   }

@@ -40,6 +40,13 @@ struct HopperListedCta : ListedCta<Config, HopperGradientCta<Config>> {
     return stored_step(step, stage);
   }
 
+  // Returns whether the row statistics warp inspects the tiles of q and dout of a step. All rows of
+  // a full tile attend to a key.
+  __device__ bool inspects_tile(const Step& step) const {
+    if constexpr (Config::stores_pairs) return Base::inspects && !step.is_full;
+    return Base::inspects_tile(step);
+  }
+
   // Returns whether a key of the KV tile has a visible pair. Needs `Config::stores_pairs`.
   __device__ bool is_visible_key(int key) const {
     const int offset = key - Base::coord.begin;

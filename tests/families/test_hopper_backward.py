@@ -518,10 +518,17 @@ def test_packed_sequences_have_a_list_of_their_kv_tiles_and_never_descend(
     q = np.broadcast_to(np.zeros((), ml_dtypes.bfloat16), (9001, 4, head_dim))
     made = cupy_flash.plan(
         flash_attention_varlen_backward,
-        **{"q": q, "k": q, "v": q, "cu_seqlens_q": starts, "cu_seqlens_k": starts},
-        **{"max_seqlen_q": 5000, "max_seqlen_k": 5000, "causal": causal, "arch": "sm_90"},
+        q=q,
+        k=q,
+        v=q,
+        cu_seqlens_q=starts,
+        cu_seqlens_k=starts,
+        max_seqlen_q=5000,
+        max_seqlen_k=5000,
+        causal=causal,
+        arch="sm_90",
     )
-    assert made.tile is not None
+    assert isinstance(made.tile, HopperBackwardTile)
     schedule = made.schedule
     offsets = dict(schedule.workspace_offsets)
     slots = 9001 // made.tile.Bc + 3

@@ -353,8 +353,8 @@ struct HopperGradientCta {
     const int last_row = sequence.seqlen_q - 1, last_key = sequence.seqlen_k - 1;
     return sees_no_key(0) || sees_no_key(last_row) || is_unseen(0) || is_unseen(last_key);
   }
-  // Returns whether the row statistics warp inspects the tiles of q and dout of a step, or the tile
-  // of k and v, before consumers read them.
+  // Return whether the row statistics warp inspects the tiles of q and dout of a step, or the tile
+  // of k, before consumers read them.
   template <class AnyStep>
   __device__ bool inspects_tile(const AnyStep& step) const {
     if constexpr (!inspects || inspects_all) return inspects;

@@ -102,6 +102,9 @@ struct MmaGradients : MmaGradientProducts<Config> {
   using Softmax = SoftmaxBackward<Config, columns / 4, 2 * row_tiles, GradientParams, PairsOnDemand,
                                   Config::block_mask, finds_pairs>;
   using VisiblePairs = typename Softmax::VisiblePairs;
+  // Whether exponentials are computed between the products of dP, and not after them.
+  static constexpr bool overlaps_exponentials =
+      !Config::modified && !has_components && !paired && wants_ds;
   // A score of -inf masks its pair, too.
   using VisibleKeys = VisibleKeysOf<Softmax, row_tiles, columns,
                                     finds_pairs && !Config::Mods::changes_scores>;
@@ -220,6 +223,10 @@ struct MmaGradients : MmaGradientProducts<Config> {
     const VisiblePairs visible_pairs = find_visible_pairs(head, tile, first, is_masked);
     Scores scores;     // S^T, then P^T
     Scores gradients;  // dP^T, then dS^T
+    if constexpr (overlaps_exponentials) {
+      compute_overlapped_pairs<First>(stage, head, tile, first, is_masked);
+      return;
+    }
     if constexpr (paired) {
       multiply_paired(scores, gradients, stage, first);
     } else {
@@ -256,6 +263,80 @@ struct MmaGradients : MmaGradientProducts<Config> {
                                                       units(stage).dv_unit * p_second_unit);
       }
     }
+  }
+
+  // Implements `compute_pairs()` if `overlaps_exponentials`. P is computed between the products of
+  // dP, and dS between the first products of dV. P is computed for all pairs of a masked tile, too,
+  // and set to 0 afterwards where a pair is masked.
+  template <bool First>
+  __device__ void compute_overlapped_pairs(int stage, int head, int tile, int first,
+                                           bool is_masked) {
+    constexpr int rows = columns / 4;  // of a lane
+    constexpr int k_steps = Base::dim_v / 16;
+    const unsigned query_rows = queries_address(stage) + first * Layout::row_bytes;
+    const unsigned dout_rows = dout_address(stage) + first * LayoutV::row_bytes;
+    Scores scores;     // S^T, then P^T
+    Scores gradients;  // -delta, then dP^T - delta, then dS^T
+    const auto score = [&](int r, int n) -> float& { return element(scores, r, n); };
+    const auto gradient = [&](int r, int n) -> float& { return element(gradients, r, n); };
+    clear(scores);
+    Base::template multiply_keys_queries<columns>(scores, query_rows);
+    Stats stats[rows];
+    const Stats* stored = stats_of(stage, first);
+#pragma unroll
+    for (int r = 0; r < rows; ++r) {
+      stats[r] = stored[r / 2 * 8 + r % 2];
+#pragma unroll
+      for (int n = 0; n < 2 * row_tiles; ++n) gradient(r, n) = -stats[r].delta;
+    }
+    const Softmax softmax = softmax_of(head, scale_log2);
+    Base::template multiply_values_douts<columns>(gradients, dout_rows, [&](int step) {
+      softmax.template compute_p<false>(
+          rows_from(tile, first), first_key(), [&](int r) { return stats[r]; }, score, key_step(),
+          step * rows / k_steps, (step + 1) * rows / k_steps);
+    });
+    if (First) release_semaphore();
+    if (is_masked) mask_pairs(softmax, scores, gradients, tile, first);
+    Left p_operand, ds_operand;
+    Base::template make_operand<exchanges_p>(p_operand, scores, p_address(), first);
+    if constexpr (wants_v) {
+      Base::template add_product<ColumnsV, LayoutV>(dv_sums, p_operand, dout_rows, 1);
+    }
+#pragma unroll
+    for (int r = 0; r < rows; ++r) {
+#pragma unroll
+      for (int n = 0; n < 2 * row_tiles; ++n) gradient(r, n) *= score(r, n);
+    }
+    Base::template make_operand<exchanges_ds>(ds_operand, gradients, ds_address(), first);
+    if constexpr (wants_k) {
+      Base::template add_product<Columns, Layout>(dk_sums, ds_operand, query_rows, 1);
+    }
+  }
+
+  // Sets P, and dP - delta, of masked pairs to 0, and dP - delta of rows that attend to one key.
+  __device__ void mask_pairs(const Softmax& softmax, Scores& scores, Scores& gradients, int tile,
+                             int first) const {
+    const auto score = [&](int r, int n) -> float& { return element(scores, r, n); };
+    const auto gradient = [&](int r, int n) -> float& { return element(gradients, r, n); };
+    softmax.mask_p(rows_from(tile, first), first_key(), score, key_step());
+#pragma unroll
+    for (int r = 0; r < columns / 4; ++r) {
+#pragma unroll
+      for (int n = 0; n < 2 * row_tiles; ++n) {
+        if (score(r, n) == 0) gradient(r, n) = 0;
+      }
+    }
+    softmax.zero_one_key_ds(rows_from(tile, first), score, gradient);
+  }
+
+  // Returns the element of a lane's `r`-th query and `n`-th key.
+  __device__ static float& element(Scores& values, int r, int n) {
+    return values[n / 2][r / 2][2 * (n % 2) + r % 2];
+  }
+  // Returns the statistics of the lane's first query; `first` is that of the warp.
+  __device__ const Stats* stats_of(int stage, int first) const {
+    return reinterpret_cast<const Stats*>(memory + (stats_address(stage) - shared)) +
+           first_query(first);
   }
 
   // Return the `SoftmaxBackward` of a head, and the arguments of its functions.
@@ -296,15 +377,11 @@ struct MmaGradients : MmaGradientProducts<Config> {
   template <bool Masked>
   __device__ void softmax_backward(Scores& scores, Scores& gradients, int stage, int head, int tile,
                                    int first, VisiblePairs visible_pairs) {
-    const Stats* stats = reinterpret_cast<const Stats*>(memory + (stats_address(stage) - shared)) +
-                         first_query(first);
+    const Stats* stats = stats_of(stage, first);
     const Units unit = units(stage);
     constexpr bool of_scaled = has_components && !Config::Mods::changes_scores;
     const Softmax softmax =
         softmax_of(head, of_scaled ? scale_log2 * unit.score : scale_log2, visible_pairs);
-    const auto element = [](auto& values, int r, int n) -> float& {
-      return values[n / 2][r / 2][2 * (n % 2) + r % 2];
-    };
     if constexpr (has_components) {
       scale(scores, gradients, unit);
       mask_infinite_keys(scores);

@@ -444,6 +444,17 @@ struct MmaGradients : MmaGradientProducts<Config> {
   // Adds the contributions of `operand_columns` queries from `first` on, whose P^T and dS^T are in
   // shared memory.
   __device__ void add_shared_products(int stage, int first) {
+    if constexpr (!has_components) {
+      if constexpr (wants_v) {
+        Base::template add_shared_product<ColumnsV>(
+            dv_sums, p_address(), first, dout_address(stage) + first * LayoutV::row_bytes);
+      }
+      if constexpr (wants_k) {
+        Base::template add_shared_product<Columns>(
+            dk_sums, ds_address(), first, queries_address(stage) + first * Layout::row_bytes);
+      }
+      return;
+    }
     Left left;
     if constexpr (wants_v) {
       read(left, p_address(), first);
@@ -500,12 +511,12 @@ struct MmaGradients : MmaGradientProducts<Config> {
       accumulator.add(sums, units(stage).dq_unit);
     } else {
       accumulator.begin(sums);
-#pragma unroll
-      for (int key = 0; key < Bc; key += 16) {
-        LeftStep<dq_row_tiles> left[1];
-        read_ds(left, key);
-        DqColumns::multiply(sums, left[0], right + key * Layout::row_bytes, first);
-      }
+      DqColumns::template multiply<Bc / 16>(
+          sums,
+          [&](LeftStep<dq_row_tiles>& left, int step) {
+            read_ds(reinterpret_cast<LeftStep<dq_row_tiles>(&)[1]>(left), 16 * step);
+          },
+          right, first);
       accumulator.end(sums);
     }
   }

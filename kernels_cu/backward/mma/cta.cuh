@@ -167,8 +167,11 @@ struct MmaGradientCta {
     return {first_head_of_chunk<Config>(p, coord), tiles.end - 1};
   }
   __device__ bool is_last(const Step& step) const {
-    return step.tile == tiles.begin &&
-           step.head + 1 == first_head_of_chunk<Config>(p, coord) + heads_of_chunk<Config>(p);
+    if (step.tile != tiles.begin) return false;
+    // A comparison of products instead of a quotient: this runs in every step.
+    const unsigned chunks = Config::splits_queries ? p.head_chunks : 1;
+    const unsigned chunk = coord.head * chunks + (Config::splits_queries ? coord.head_chunk : 0);
+    return (step.head + 1u) * p.heads_kv * chunks == (chunk + 1) * p.heads_q;
   }
   __device__ Step next_step(const Step& step) const {
     if (step.tile > tiles.begin) return {step.head, step.tile - 1};

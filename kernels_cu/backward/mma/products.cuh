@@ -109,11 +109,29 @@ struct MmaGradientProducts : MmaCta<Config> {
     if constexpr (has_components) {
       Slice::add_product(sums, left, right, [&](int) { return factor; });
     } else {
+      Slice::template multiply<steps>(
+          sums,
+          [&](LeftStep<row_tiles>& operand, int step) {
 #pragma unroll
-      for (int step = 0; step < steps; ++step) {
-        Slice::multiply(sums, left[step][0], right + 16 * step * RightLayout::row_bytes);
-      }
+            for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+              for (int r = 0; r < 4; ++r) operand[i][r] = left[step][0][i][r];
+            }
+          },
+          right);
     }
+  }
+
+  // Like `add_product()`, for a 16-bit left operand that other warps have written to `source`, of
+  // the queries from `first` on.
+  template <class Slice, class Sums>
+  __device__ void add_shared_product(Sums& sums, unsigned source, int first, unsigned right_rows) {
+    Slice::template multiply<steps>(
+        sums,
+        [&](LeftStep<row_tiles>& operand, int step) {
+          Pairs::read(operand, source, key_warp() * warp_keys, first / 16 + step);
+        },
+        Slice::lane_address(right_rows, query_warp()));
   }
 
   // Does nothing between the steps of a product.

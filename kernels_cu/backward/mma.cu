@@ -74,7 +74,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
   using Base::key_warp, Base::query_warp, Base::keys_address, Base::values_address,
       Base::ds_address;
   using Base::p_address, Base::queries_address, Base::dout_address, Base::stats_address,
-      Base::load_keys, Base::load;
+      Base::load_keys, Base::load, Base::load_early, Base::load_late, Base::loads_early,
+      Base::staggers_loads;
   using Base::has_steps, Base::first_step, Base::is_last, Base::next_step, Base::is_masked;
   using Base::order_index, Base::read;
   using Base::multiply_paired, Base::units, Base::second_unit, Base::scale, Base::read_ds;
@@ -139,13 +140,22 @@ struct MmaGradients : MmaGradientProducts<Config> {
       // Wait until all warps are done with the previous tile: the next load overwrites its stage.
       __syncthreads();
       if constexpr (Config::inspects && !has_components) clean_queries(stage);
-      if (stages > 1 && !is_last(step)) {
-        const Step next = next_step(step);
-        load(1 - stage, next.head, next.tile);
+      const bool has_next = !is_last(step);
+      const Step next = has_next ? next_step(step) : step;
+      if (stages > 1 && has_next) {
+        if constexpr (!staggers_loads) {
+          load(1 - stage, next.head, next.tile);
+        } else if (loads_early()) {
+          load_early(1 - stage, next.head, next.tile);
+        }
       }
-      process_tile(stage, step.head, step.tile, order_index(step), is_masked(step));
-      if (is_last(step)) break;
-      step = next_step(step);
+      process_tile(stage, step, [&] {
+        if constexpr (staggers_loads) {
+          if (has_next && !loads_early()) load_late(1 - stage, next.head, next.tile);
+        }
+      });
+      if (!has_next) break;
+      step = next;
       if (stages > 1) {
         stage = 1 - stage;
       } else {
@@ -185,7 +195,11 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
   }
 
-  __device__ void process_tile(int stage, int head, int tile, int order_index, bool is_masked) {
+  // Processes a query tile. `after_product()` is called after the warp's first product.
+  template <class AfterProduct>
+  __device__ void process_tile(int stage, const Step& step, AfterProduct after_product) {
+    const int head = step.head, tile = step.tile;
+    const bool is_masked = Base::is_masked(step);
     int current = 0;  // value of the semaphore, in thread 0
     if constexpr (wants_q) {
       if (threadIdx.x == 0) {
@@ -193,19 +207,20 @@ struct MmaGradients : MmaGradientProducts<Config> {
         current = semaphore_peek(sums.semaphore(p, sequence, coord.batch, head, tile));
       }
     }
-    compute_pairs<true>(stage, head, tile, query_warp() * columns, is_masked);
+    compute_pairs<true>(stage, head, tile, query_warp() * columns, is_masked, after_product);
 #pragma unroll
     for (int i = 1; i < passes; ++i) {
       compute_pairs<false>(stage, head, tile, (i * query_warps + query_warp()) * columns,
-                           is_masked);
+                           is_masked, [] {});
     }
     if constexpr (wants_q) {
       const DqSums<Config> sums(p);
       const int slot = sums.tile_slot(p, sequence, coord.batch, head, tile);
-      if (threadIdx.x == 0) semaphore_wait(sums.semaphores + slot, order_index, current);
+      const int index = order_index(step);
+      if (threadIdx.x == 0) semaphore_wait(sums.semaphores + slot, index, current);
       __syncthreads();
       add_other_warps(stage);
-      add_dq(stage, head, tile, order_index);
+      add_dq(stage, head, tile, index);
       pending_release = slot;
     } else if constexpr (query_warps > 1) {
       __syncthreads();
@@ -216,23 +231,26 @@ struct MmaGradients : MmaGradientProducts<Config> {
   // Computes P^T and dS^T of the warp's keys and of `columns` queries of the tile from `first` on,
   // and adds their contributions to the warp's columns of dk and dv. With `shares_operands`, writes
   // P^T and dS^T to shared memory instead.
-  template <bool First>
-  __device__ void compute_pairs(int stage, int head, int tile, int first, bool is_masked) {
+  // `after_product()` is called after the first product.
+  template <bool First, class AfterProduct>
+  __device__ void compute_pairs(int stage, int head, int tile, int first, bool is_masked,
+                                AfterProduct after_product) {
     const unsigned query_rows = queries_address(stage) + first * Layout::row_bytes;
     const unsigned dout_rows = dout_address(stage) + first * LayoutV::row_bytes;
     const VisiblePairs visible_pairs = find_visible_pairs(head, tile, first, is_masked);
     Scores scores;     // S^T, then P^T
     Scores gradients;  // dP^T, then dS^T
     if constexpr (overlaps_exponentials) {
-      compute_overlapped_pairs<First>(stage, head, tile, first, is_masked);
+      compute_overlapped_pairs<First>(stage, head, tile, first, is_masked, after_product);
       return;
     }
     if constexpr (paired) {
-      multiply_paired(scores, gradients, stage, first);
+      multiply_paired(scores, gradients, stage, first, after_product);
     } else {
       clear(scores);
       clear(gradients);
       Base::template multiply_keys_queries<columns>(scores, query_rows);
+      after_product();
       if constexpr (wants_ds) Base::template multiply_values_douts<columns>(gradients, dout_rows);
     }
     if (First) release_semaphore();
@@ -268,9 +286,9 @@ struct MmaGradients : MmaGradientProducts<Config> {
   // Implements `compute_pairs()` if `overlaps_exponentials`. P is computed between the products of
   // dP, and dS between the first products of dV. P is computed for all pairs of a masked tile, too,
   // and set to 0 afterwards where a pair is masked.
-  template <bool First>
-  __device__ void compute_overlapped_pairs(int stage, int head, int tile, int first,
-                                           bool is_masked) {
+  template <bool First, class AfterProduct>
+  __device__ void compute_overlapped_pairs(int stage, int head, int tile, int first, bool is_masked,
+                                           AfterProduct after_product) {
     constexpr int rows = columns / 4;  // of a lane
     constexpr int k_steps = Base::dim_v / 16;
     const unsigned query_rows = queries_address(stage) + first * Layout::row_bytes;
@@ -281,6 +299,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     const auto gradient = [&](int r, int n) -> float& { return element(gradients, r, n); };
     clear(scores);
     Base::template multiply_keys_queries<columns>(scores, query_rows);
+    after_product();
     Stats stats[rows];
     const Stats* stored = stats_of(stage, first);
 #pragma unroll

@@ -281,31 +281,62 @@ struct MmaGradientCta {
     __syncthreads();
   }
 
+  // Whether half of the warps load q of the next tile before their first product, and the others
+  // load dout after theirs. The two warps of a scheduler are then apart, so that one multiplies
+  // while the other computes addresses.
+  static constexpr bool staggers_loads = stages > 1 && !has_components && warps == 8;
+  __device__ bool loads_early() const { return warp < warps / 2; }
+
+  // Starts all loads of a query tile.
   __device__ void load(int stage, int head, int tile) {
     if constexpr (has_components) {
       start_tile<typename Preswizzled::QueryTile>(
           queries_address(stage),
           Preswizzled::query_tile_address(p, sequence, coord.batch, head, tile));
     } else {
-      load_queries(stage, head, tile * Br);
+      load_q<threads>(stage, head, tile, threadIdx.x);
+      load_dout<threads>(stage, head, tile, threadIdx.x);
     }
     ptx::cp_async_commit_group();
   }
+  // Start the loads of half of the warps if `staggers_loads`.
+  __device__ void load_early(int stage, int head, int tile) {
+    load_q<threads / 2>(stage, head, tile, threadIdx.x);
+    ptx::cp_async_commit_group();
+  }
+  __device__ void load_late(int stage, int head, int tile) {
+    load_dout<threads / 2>(stage, head, tile, threadIdx.x - threads / 2);
+    ptx::cp_async_commit_group();
+  }
 
-  __device__ void load_queries(int stage, int head, int first) {
+ private:
+  template <int Threads>
+  __device__ void load_q(int stage, int head, int tile, unsigned thread) {
+    start_rows<Threads, Config::head_dim, Layout>(queries_address(stage), p.q, head, tile, thread);
+  }
+  // Starts the loads of dout and of the row statistics.
+  template <int Threads>
+  __device__ void load_dout(int stage, int head, int tile, unsigned thread) {
+    start_rows<Threads, Config::head_dim_v, LayoutV>(dout_address(stage), p.dout, head, tile,
+                                                     thread);
+    const int first = tile * Br;
     const int left = sequence.seqlen_q - first;
-    start<Br, Config::head_dim, Layout>(queries_address(stage),
-                                        queries(p.q, head) + first * p.q.row_stride, p.q, left);
-    start<Br, Config::head_dim_v, LayoutV>(
-        dout_address(stage), queries(p.dout, head) + first * p.dout.row_stride, p.dout, left);
     const Stats* stats = row_stats<Config>(p) + first_row_of_head(p, sequence, head) + first;
 #pragma unroll
-    for (int first_row = 0; first_row < Br; first_row += threads) {
-      const int i = first_row + threadIdx.x;
-      if (Br % threads != 0 && i >= Br) break;
+    for (int first_row = 0; first_row < Br; first_row += Threads) {
+      const int i = first_row + int(thread);
+      if (Br % Threads != 0 && i >= Br) break;
       ptx::cp_async<sizeof(Stats)>(stats_address(stage) + i * int(sizeof(Stats)),
                                    stats + (i < left ? i : 0), i < left ? sizeof(Stats) : 0);
     }
+  }
+  template <int Threads, int Dim, class TileLayout>
+  __device__ void start_rows(unsigned target, const Tensor& tensor, int head, int tile,
+                             unsigned thread) {
+    using TileCopy = RowCopy<TileLayout, Element, Br, Dim, Threads, Config::alignment>;
+    const Element* source = queries(tensor, head) + tile * Br * tensor.row_stride;
+    TileCopy::template start<true>(target, TileCopy::source(source, tensor.row_stride, thread),
+                                   tensor.row_stride, sequence.seqlen_q - tile * Br, thread);
   }
 };
 

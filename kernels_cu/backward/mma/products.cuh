@@ -205,7 +205,10 @@ struct MmaGradientProducts : MmaCta<Config> {
 
   // Computes S and dP by a pair of warps. Each warp passes half of its result to the other, through
   // the space in which the other warp later writes its P^T and dS^T.
-  __device__ void multiply_paired(Scores& scores, Scores& gradients, int stage, int first) {
+  // `after_product()` is called after the warp's product.
+  template <class AfterProduct>
+  __device__ void multiply_paired(Scores& scores, Scores& gradients, int stage, int first,
+                                  AfterProduct after_product) {
     // Whether the warp computes S and keeps the first half of the pair's queries. The other warp
     // computes dP and keeps the second half.
     const bool has_scores = query_warp() % 2 == 0;
@@ -223,6 +226,7 @@ struct MmaGradientProducts : MmaCta<Config> {
       }
       store_half(both, 0, first_of_pair);
     }
+    after_product();
     wait_for_pair();
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {

@@ -75,7 +75,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
       Base::ds_address;
   using Base::p_address, Base::queries_address, Base::dout_address, Base::stats_address,
       Base::load_keys, Base::load, Base::load_early, Base::load_late, Base::loads_early,
-      Base::staggers_loads;
+      Base::staggers_loads, Base::semaphore_held;
   using Base::has_steps, Base::first_step, Base::is_last, Base::next_step, Base::is_masked;
   using Base::order_index, Base::read;
   using Base::multiply_paired, Base::units, Base::second_unit, Base::scale, Base::read_ds;
@@ -105,7 +105,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
   using VisiblePairs = typename Softmax::VisiblePairs;
   // Whether exponentials are computed between the products of dP, and not after them.
   static constexpr bool overlaps_exponentials =
-      !Config::modified && !has_components && !paired && wants_ds;
+      Config::overlaps && !Config::modified && !has_components && !paired && wants_ds;
   // A score of -inf masks its pair, too.
   using VisibleKeys = VisibleKeysOf<Softmax, row_tiles, columns,
                                     finds_pairs && !Config::Mods::changes_scores>;
@@ -133,9 +133,11 @@ struct MmaGradients : MmaGradientProducts<Config> {
     load_keys();
     Step step = first_step();
     load(0, step.head, step.tile);
-    int stage = 0;
+    int parity = 0;  // of the step's index
+    if (wants_q && threadIdx.x == 0) ptx::cta_mbarrier_init(semaphore_held(), 1);
     if constexpr (Config::inspects && !has_components) clean_keys();
     while (true) {
+      const int stage = stages > 1 ? parity : 0;
       ptx::cp_async_wait_group<0>();
       // Wait until all warps are done with the previous tile: the next load overwrites its stage.
       __syncthreads();
@@ -149,16 +151,15 @@ struct MmaGradients : MmaGradientProducts<Config> {
           load_early(1 - stage, next.head, next.tile);
         }
       }
-      process_tile(stage, step, [&] {
+      process_tile(stage, parity, step, [&] {
         if constexpr (staggers_loads) {
           if (has_next && !loads_early()) load_late(1 - stage, next.head, next.tile);
         }
       });
       if (!has_next) break;
       step = next;
-      if (stages > 1) {
-        stage = 1 - stage;
-      } else {
+      parity = 1 - parity;
+      if (stages == 1) {
         __syncthreads();
         load(0, step.head, step.tile);
       }
@@ -197,7 +198,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
 
   // Processes a query tile. `after_product()` is called after the warp's first product.
   template <class AfterProduct>
-  __device__ void process_tile(int stage, const Step& step, AfterProduct after_product) {
+  __device__ void process_tile(int stage, int parity, const Step& step,
+                               AfterProduct after_product) {
     const int head = step.head, tile = step.tile;
     const bool is_masked = Base::is_masked(step);
     int current = 0;  // value of the semaphore, in thread 0
@@ -217,10 +219,19 @@ struct MmaGradients : MmaGradientProducts<Config> {
       const DqSums<Config> sums(p);
       const int slot = sums.tile_slot(p, sequence, coord.batch, head, tile);
       const int index = order_index(step);
-      if (threadIdx.x == 0) semaphore_wait(sums.semaphores + slot, index, current);
+      if (!Config::late_semaphore && threadIdx.x == 0) {
+        semaphore_wait(sums.semaphores + slot, index, current);
+        ptx::cta_mbarrier_arrive(semaphore_held());
+      }
       __syncthreads();
+      // Thread 0 executes a fence and may wait. The other warps multiply meanwhile.
+      if (Config::late_semaphore) release_semaphore();
+      if (Config::late_semaphore && threadIdx.x == 0) {
+        semaphore_wait(sums.semaphores + slot, index, current);
+        ptx::cta_mbarrier_arrive(semaphore_held());
+      }
       add_other_warps(stage);
-      add_dq(stage, head, tile, index);
+      add_dq(stage, parity, head, tile, index);
       pending_release = slot;
     } else if constexpr (query_warps > 1) {
       __syncthreads();
@@ -253,7 +264,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
       after_product();
       if constexpr (wants_ds) Base::template multiply_values_douts<columns>(gradients, dout_rows);
     }
-    if (First) release_semaphore();
+    if (First && !Config::late_semaphore) release_semaphore();
     if (is_masked) {
       softmax_backward<true>(scores, gradients, stage, head, tile, first, visible_pairs);
     } else {
@@ -314,7 +325,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
           rows_from(tile, first), first_key(), [&](int r) { return stats[r]; }, score, key_step(),
           step * rows / k_steps, (step + 1) * rows / k_steps);
     });
-    if (First) release_semaphore();
+    if (First && !Config::late_semaphore) release_semaphore();
     if (is_masked) mask_pairs(softmax, scores, gradients, tile, first);
     Left p_operand, ds_operand;
     Base::template make_operand<exchanges_p>(p_operand, scores, p_address(), first);
@@ -492,20 +503,23 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
   }
 
-  __device__ void add_dq(int stage, int head, int tile, int order_index) {
+  __device__ void add_dq(int stage, int parity, int head, int tile, int order_index) {
     // If this loop were unrolled, ptxas would keep the addresses of all parts in registers and
     // spill.
 #pragma unroll 1
     for (int first = 0; first < DqColumns::steps; first += dq_steps) {
-      add_dq_columns(stage, head, tile, order_index, first);
+      add_dq_columns(stage, parity, head, tile, order_index, first);
     }
   }
 
   // Computes `dq_steps` times 16 of the warp's columns of dq, starting at column 16 * `first`, and
   // adds them to memory.
-  __device__ void add_dq_columns(int stage, int head, int tile, int order_index, int first) {
+  __device__ void add_dq_columns(int stage, int parity, int head, int tile, int order_index,
+                                 int first) {
     static_assert(DqColumns::steps % dq_steps == 0, "equally many columns at once");
-    const DqAccumulator<Fragments, 2 * dq_steps> accumulator(
+    using Accumulator = DqAccumulator<Fragments, 2 * dq_steps>;
+    const auto wait = [&] { ptx::cta_mbarrier_wait(semaphore_held(), parity); };
+    const Accumulator accumulator(
         DqSums<Config>(p).template sums<Fragments::floats>(p, sequence, coord.batch, head, tile),
         order_index, 2 * first);
     float sums[dq_row_tiles][2 * dq_steps][4];
@@ -527,8 +541,10 @@ struct MmaGradients : MmaGradientProducts<Config> {
             first);
       }
       factors(stage).apply_to_rows(sums, first_dq_tile());
+      wait();
       accumulator.add(sums, units(stage).dq_unit);
     } else {
+      if constexpr (!Accumulator::memory_adds) wait();
       accumulator.begin(sums);
       DqColumns::template multiply<Bc / 16>(
           sums,
@@ -536,6 +552,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
             read_ds(reinterpret_cast<LeftStep<dq_row_tiles>(&)[1]>(left), 16 * step);
           },
           right, first);
+      if constexpr (Accumulator::memory_adds) wait();
       accumulator.end(sums);
     }
   }

@@ -13,6 +13,7 @@
 #include "backward/softmax_backward.cuh"
 #include "backward/tile_coord.cuh"
 #include "ptx/base.cuh"
+#include "ptx/cta_mbarrier.cuh"
 #include "score/mask.cuh"
 #include "tile/copy.cuh"
 #include "tile/layout.cuh"
@@ -92,7 +93,7 @@ struct MmaGradientCta {
   static constexpr bool is_bounded = Config::causal || Config::modified;
 
   // Shared memory: k and v; dS^T; P^T if several warps have the same keys; stages of q, dout and
-  // row statistics. For float32, k and v, and each stage, are preswizzled tiles with scales at the
+  // row statistics; the mbarrier `semaphore_held()`. For float32, k and v, and each stage, are preswizzled tiles with scales at the
   // end, and second units follow the scales of k and v.
   using Stats = RowStats<float>;
   using Preswizzled = PreswizzledTiles<Config>;
@@ -109,7 +110,9 @@ struct MmaGradientCta {
   static constexpr bool exchanges_ds = wants_q || (query_warps > 1 && wants_k);
   static constexpr int stage_bytes = Br * (row_bytes + int(sizeof(Stats))) + scales_bytes;
   static constexpr int stages_offset = keys_bytes + (1 + (query_warps > 1)) * pairs_bytes;
-  static_assert(stages_offset + stages * stage_bytes == Config::shared_memory,
+  static constexpr int semaphore_held_offset = stages_offset + stages * stage_bytes;
+  static_assert(semaphore_held_offset % 8 == 0 &&
+                    semaphore_held_offset + 16 == Config::shared_memory,
                 "as the host planned");
 
   template <int Rows, int Dim, class TileLayout>
@@ -217,6 +220,9 @@ struct MmaGradientCta {
   __device__ unsigned stats_address(int stage) const {
     return queries_address(stage) + Br * row_bytes;
   }
+  // Returns the address of the mbarrier at which thread 0 arrives when the CTA may add to dq. Each
+  // query tile is a phase.
+  __device__ unsigned semaphore_held() const { return shared + semaphore_held_offset; }
 
   // ---- Loads.
 
@@ -284,7 +290,7 @@ struct MmaGradientCta {
   // Whether half of the warps load q of the next tile before their first product, and the others
   // load dout after theirs. The two warps of a scheduler are then apart, so that one multiplies
   // while the other computes addresses.
-  static constexpr bool staggers_loads = stages > 1 && !has_components && warps == 8;
+  static constexpr bool staggers_loads = Config::staggers && stages > 1 && !has_components && warps == 8;
   __device__ bool loads_early() const { return warp < warps / 2; }
 
   // Starts all loads of a query tile.

@@ -75,7 +75,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
       Base::ds_address;
   using Base::p_address, Base::queries_address, Base::dout_address, Base::stats_address,
       Base::load_keys, Base::load, Base::load_early, Base::load_late, Base::loads_early,
-      Base::staggers_loads, Base::semaphore_held;
+      Base::staggers_loads, Base::overlaps_semaphore, Base::semaphore_held;
   using Base::has_steps, Base::first_step, Base::is_last, Base::next_step, Base::is_masked;
   using Base::order_index, Base::read;
   using Base::multiply_paired, Base::units, Base::second_unit, Base::scale, Base::read_ds;
@@ -134,7 +134,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     Step step = first_step();
     load(0, step.head, step.tile);
     int parity = 0;  // of the step's index
-    if (wants_q && threadIdx.x == 0) ptx::cta_mbarrier_init(semaphore_held(), 1);
+    if (overlaps_semaphore && threadIdx.x == 0) ptx::cta_mbarrier_init(semaphore_held(), 1);
     if constexpr (Config::inspects && !has_components) clean_keys();
     while (true) {
       const int stage = stages > 1 ? parity : 0;
@@ -142,9 +142,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
       // Wait until all warps are done with the previous tile: the next load overwrites its stage.
       __syncthreads();
       if constexpr (Config::inspects && !has_components) clean_queries(stage);
-      const bool has_next = !is_last(step);
-      const Step next = has_next ? next_step(step) : step;
-      if (stages > 1 && has_next) {
+      if (stages > 1 && !is_last(step)) {
+        const Step next = next_step(step);
         if constexpr (!staggers_loads) {
           load(1 - stage, next.head, next.tile);
         } else if (loads_early()) {
@@ -153,11 +152,13 @@ struct MmaGradients : MmaGradientProducts<Config> {
       }
       process_tile(stage, parity, step, [&] {
         if constexpr (staggers_loads) {
-          if (has_next && !loads_early()) load_late(1 - stage, next.head, next.tile);
+          if (loads_early() || is_last(step)) return;
+          const Step next = next_step(step);
+          load_late(1 - stage, next.head, next.tile);
         }
       });
-      if (!has_next) break;
-      step = next;
+      if (is_last(step)) break;
+      step = next_step(step);
       parity = 1 - parity;
       if (stages == 1) {
         __syncthreads();
@@ -219,16 +220,16 @@ struct MmaGradients : MmaGradientProducts<Config> {
       const DqSums<Config> sums(p);
       const int slot = sums.tile_slot(p, sequence, coord.batch, head, tile);
       const int index = order_index(step);
-      if (!Config::late_semaphore && threadIdx.x == 0) {
+      if (!overlaps_semaphore && threadIdx.x == 0) {
         semaphore_wait(sums.semaphores + slot, index, current);
-        ptx::cta_mbarrier_arrive(semaphore_held());
       }
       __syncthreads();
-      // Thread 0 executes a fence and may wait. The other warps multiply meanwhile.
-      if (Config::late_semaphore) release_semaphore();
-      if (Config::late_semaphore && threadIdx.x == 0) {
-        semaphore_wait(sums.semaphores + slot, index, current);
-        ptx::cta_mbarrier_arrive(semaphore_held());
+      if constexpr (overlaps_semaphore) {
+        release_semaphore();
+        if (threadIdx.x == 0) {
+          semaphore_wait(sums.semaphores + slot, index, current);
+          ptx::cta_mbarrier_arrive(semaphore_held());
+        }
       }
       add_other_warps(stage);
       add_dq(stage, parity, head, tile, index);
@@ -264,7 +265,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
       after_product();
       if constexpr (wants_ds) Base::template multiply_values_douts<columns>(gradients, dout_rows);
     }
-    if (First && !Config::late_semaphore) release_semaphore();
+    if (First && !overlaps_semaphore) release_semaphore();
     if (is_masked) {
       softmax_backward<true>(scores, gradients, stage, head, tile, first, visible_pairs);
     } else {
@@ -325,7 +326,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
           rows_from(tile, first), first_key(), [&](int r) { return stats[r]; }, score, key_step(),
           step * rows / k_steps, (step + 1) * rows / k_steps);
     });
-    if (First && !Config::late_semaphore) release_semaphore();
+    if (First && !overlaps_semaphore) release_semaphore();
     if (is_masked) mask_pairs(softmax, scores, gradients, tile, first);
     Left p_operand, ds_operand;
     Base::template make_operand<exchanges_p>(p_operand, scores, p_address(), first);
@@ -518,7 +519,9 @@ struct MmaGradients : MmaGradientProducts<Config> {
                                  int first) {
     static_assert(DqColumns::steps % dq_steps == 0, "equally many columns at once");
     using Accumulator = DqAccumulator<Fragments, 2 * dq_steps>;
-    const auto wait = [&] { ptx::cta_mbarrier_wait(semaphore_held(), parity); };
+    const auto wait = [&] {
+      if constexpr (overlaps_semaphore) ptx::cta_mbarrier_wait(semaphore_held(), parity);
+    };
     const Accumulator accumulator(
         DqSums<Config>(p).template sums<Fragments::floats>(p, sequence, coord.batch, head, tile),
         order_index, 2 * first);

@@ -197,7 +197,8 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
         pairs = tile.Bc * tile.Br * problem.itemsize * (2 if tile.side_warps > 1 else 1)
         scales = _SCALES_BYTES if _uses_components(problem) else 0
         stage = tile.Br * (row_bytes + _ROW_STATS_BYTES) + scales
-        return tile.Bc * row_bytes + scales + pairs + tile.stages * stage + _BARRIER_BYTES
+        barrier = _BARRIER_BYTES if tile.warps == 8 else 0
+        return tile.Bc * row_bytes + scales + pairs + tile.stages * stage + barrier
 
     def schedule(self, problem: Problem, device: Device, tile: MmaBackwardTile) -> Schedule:
         kv_blocks, query_blocks = backward_common.count_blocks(problem, tile.Bc, tile.Br)

@@ -93,7 +93,7 @@ struct MmaGradientCta {
   static constexpr bool is_bounded = Config::causal || Config::modified;
 
   // Shared memory: k and v; dS^T; P^T if several warps have the same keys; stages of q, dout and
-  // row statistics; the mbarrier `semaphore_held()`. For float32, k and v, and each stage, are preswizzled tiles with scales at the
+  // row statistics; with eight warps, an mbarrier. For float32, k and v, and each stage, are preswizzled tiles with scales at the
   // end, and second units follow the scales of k and v.
   using Stats = RowStats<float>;
   using Preswizzled = PreswizzledTiles<Config>;
@@ -110,9 +110,14 @@ struct MmaGradientCta {
   static constexpr bool exchanges_ds = wants_q || (query_warps > 1 && wants_k);
   static constexpr int stage_bytes = Br * (row_bytes + int(sizeof(Stats))) + scales_bytes;
   static constexpr int stages_offset = keys_bytes + (1 + (query_warps > 1)) * pairs_bytes;
-  static constexpr int semaphore_held_offset = stages_offset + stages * stage_bytes;
-  static_assert(semaphore_held_offset % 8 == 0 &&
-                    semaphore_held_offset + 16 == Config::shared_memory,
+  static constexpr int barrier_offset = stages_offset + stages * stage_bytes;
+  // Whether thread 0 operates the semaphore of a dq tile while the other warps multiply, and arrives
+  // at an mbarrier when the CTA may add. Otherwise, all threads wait for thread 0 at the CTA barrier.
+  // CTAs of four warps share an SM, so that another CTA multiplies meanwhile, and some of them have
+  // no shared memory for the mbarrier.
+  static constexpr bool overlaps_semaphore = Config::late_semaphore && wants_q && warps == 8;
+  static_assert(barrier_offset % 8 == 0 &&
+                    barrier_offset + (warps == 8 ? 16 : 0) == Config::shared_memory,
                 "as the host planned");
 
   template <int Rows, int Dim, class TileLayout>
@@ -220,9 +225,8 @@ struct MmaGradientCta {
   __device__ unsigned stats_address(int stage) const {
     return queries_address(stage) + Br * row_bytes;
   }
-  // Returns the address of the mbarrier at which thread 0 arrives when the CTA may add to dq. Each
-  // query tile is a phase.
-  __device__ unsigned semaphore_held() const { return shared + semaphore_held_offset; }
+  // Returns the address of the mbarrier of `overlaps_semaphore`. Each query tile is a phase.
+  __device__ unsigned semaphore_held() const { return shared + barrier_offset; }
 
   // ---- Loads.
 

@@ -75,7 +75,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
       Base::ds_address;
   using Base::p_address, Base::queries_address, Base::dout_address, Base::stats_address,
       Base::load_keys, Base::load, Base::load_early, Base::load_late, Base::loads_early,
-      Base::staggers_loads, Base::overlaps_semaphore, Base::semaphore_held;
+      Base::is_alone, Base::staggers_loads, Base::overlaps_semaphore, Base::semaphore_held;
   using Base::has_steps, Base::first_step, Base::is_last, Base::next_step, Base::is_masked;
   using Base::order_index, Base::read;
   using Base::multiply_paired, Base::units, Base::second_unit, Base::scale, Base::read_ds;
@@ -105,7 +105,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
   using VisiblePairs = typename Softmax::VisiblePairs;
   // Whether exponentials are computed between the products of dP, and not after them.
   static constexpr bool overlaps_exponentials =
-      Config::overlaps && !Config::modified && !has_components && !paired && wants_ds;
+      Config::overlaps && (is_alone || Config::overlaps_shared) && !Config::modified &&
+      !has_components && !paired && wants_ds;
   // A score of -inf masks its pair, too.
   using VisibleKeys = VisibleKeysOf<Softmax, row_tiles, columns,
                                     finds_pairs && !Config::Mods::changes_scores>;

@@ -52,7 +52,12 @@ _STEPS_PER_TILE = 2
 
 
 # Switches of the kernel, for measurements.
-VARIANT = {"staggers": True, "overlaps": True, "late_semaphore": True}
+VARIANT = {
+    "staggers": True,
+    "overlaps": True,
+    "overlaps_shared": False,
+    "late_semaphore": True,
+}
 
 
 @dataclass(frozen=True)

@@ -111,14 +111,15 @@ struct MmaGradientCta {
   static constexpr int stage_bytes = Br * (row_bytes + int(sizeof(Stats))) + scales_bytes;
   static constexpr int stages_offset = keys_bytes + (1 + (query_warps > 1)) * pairs_bytes;
   static constexpr int barrier_offset = stages_offset + stages * stage_bytes;
-  // Whether thread 0 operates the semaphore of a dq tile while the other warps multiply, and arrives
-  // at an mbarrier when the CTA may add. Otherwise, all threads wait for thread 0 at the CTA barrier.
-  // CTAs of four warps share an SM, so that another CTA multiplies meanwhile, and some of them have
-  // no shared memory for the mbarrier.
-  static constexpr bool overlaps_semaphore = Config::late_semaphore && wants_q && warps == 8;
+  // Whether the CTA probably has an SM for itself. Its warps must then overlap what they compute
+  // with each other's products. Otherwise, another CTA multiplies meanwhile.
+  static constexpr bool is_alone = warps == 8;
   static_assert(barrier_offset % 8 == 0 &&
-                    barrier_offset + (warps == 8 ? 16 : 0) == Config::shared_memory,
+                    barrier_offset + (is_alone ? 16 : 0) == Config::shared_memory,
                 "as the host planned");
+  // Whether thread 0 operates the semaphore of a dq tile while the other warps multiply, and arrives
+  // at an mbarrier when the CTA may add. Otherwise, all threads wait for thread 0 at a CTA barrier.
+  static constexpr bool overlaps_semaphore = Config::late_semaphore && wants_q && is_alone;
 
   template <int Rows, int Dim, class TileLayout>
   using Copy = RowCopy<TileLayout, Element, Rows, Dim, threads, Config::alignment>;
@@ -292,9 +293,10 @@ struct MmaGradientCta {
   }
 
   // Whether half of the warps load q of the next tile before their first product, and the others
-  // load dout after theirs. The two warps of a scheduler are then apart, so that one multiplies
-  // while the other computes addresses.
-  static constexpr bool staggers_loads = Config::staggers && stages > 1 && !has_components && warps == 8;
+  // load dout after theirs. Of the two warps of a scheduler, one then multiplies while the other
+  // computes addresses.
+  static constexpr bool staggers_loads =
+      Config::staggers && is_alone && stages > 1 && !has_components;
   __device__ bool loads_early() const { return warp < warps / 2; }
 
   // Starts all loads of a query tile.

@@ -32,15 +32,6 @@ struct MmaGradientProducts : MmaCta<Config> {
 
   using Base::Base;
 
-  template <int Dim, int Columns>
-  struct ProductConfig {
-    using Element = Component;
-    static constexpr int Bc = Columns;
-    static constexpr int head_dim = Dim;
-    static constexpr int head_dim_v = Dim;
-    static constexpr bool q_in_registers = false;
-  };
-
   // P^T or dS^T of the warp's keys and of `operand_columns` queries, as a left operand.
   using Left = LeftStep<row_tiles>[steps][components];
 

@@ -93,8 +93,8 @@ struct MmaGradientCta {
   static constexpr bool is_bounded = Config::causal || Config::modified;
 
   // Shared memory: k and v; dS^T; P^T if several warps have the same keys; stages of q, dout and
-  // row statistics; with eight warps, an mbarrier. For float32, k and v, and each stage, are preswizzled tiles with scales at the
-  // end, and second units follow the scales of k and v.
+  // row statistics; with eight warps, an mbarrier. For float32, k and v, and each stage, are
+  // preswizzled tiles with scales at the end, and second units follow the scales of k and v.
   using Stats = RowStats<float>;
   using Preswizzled = PreswizzledTiles<Config>;
   static constexpr int scales_bytes =
@@ -117,7 +117,7 @@ struct MmaGradientCta {
   static_assert(barrier_offset % 8 == 0 &&
                     barrier_offset + (is_alone ? 16 : 0) == Config::shared_memory,
                 "as the host planned");
-  // Whether thread 0 operates the semaphore of a dq tile while the other warps multiply, and arrives
+  // Whether thread 0 operates the semaphore of a dq tile while the other warps multiply. It arrives
   // at an mbarrier when the CTA may add. Otherwise, all threads wait for thread 0 at a CTA barrier.
   static constexpr bool overlaps_semaphore = Config::late_semaphore && wants_q && is_alone;
 

@@ -125,9 +125,9 @@ struct ColumnSlice {
   }
 
   // Accumulates sums += left B over `k_steps` steps of 16 rows of B. `b` is the `lane_address()` of
-  // the first row, and `read_left(left, step)` reads the left operand of a step. `sums` holds all or
-  // some of the warp's columns, starting at column 16 * `first`. Operands are read from shared
-  // memory during the products before theirs.
+  // the first rows, and `read_left(left, step)` reads the left operand of a step. `sums` holds all
+  // or some of the warp's columns, starting at column 16 * `first`. Operands are read from shared
+  // memory during the products before theirs, because few warps hide each other's latency.
   template <int k_steps, int row_tiles, int column_tiles, class ReadLeft>
   __device__ static void multiply(float (&sums)[row_tiles][column_tiles][4], ReadLeft read_left,
                                   unsigned b, int first = 0) {

@@ -155,7 +155,7 @@ struct MmaGradientProducts : MmaCta<Config> {
   }
 
   // Implements `multiply_rows()` for 16-bit inputs. The operands of a step are read from shared
-  // memory during the products of the previous step, because few warps hide each other's latency.
+  // memory during the products of the previous step.
   template <class TileLayout, int Dim, int column_tiles, class AfterStep>
   __device__ void multiply_prefetched(float (&sums)[row_tiles][column_tiles][4],
                                       unsigned left_rows, unsigned right_rows,

@@ -373,6 +373,18 @@ _PRESETS |= {
         ),
         title="Gradients under masks and score modifications",
     ),
+    "documents-backward": Preset(
+        "Gradients under a mask function that separates documents",
+        cases=tuple(
+            dataclasses.replace(
+                _modified(head_dim, causal, CaseMods(mod="documents")), direction="backward"
+            )
+            for head_dim in (64, 128)
+            for causal in (False, True)
+        ),
+        providers=("cupy_flash", "torch-flex"),
+        baseline=("torch-flex",),
+    ),
 }
 NAMES = tuple(_PRESETS)
 

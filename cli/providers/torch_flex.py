@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, cast
 
 from ..cases.built_in import FURTHEST, STEP
 from ..cases.cases import Case
@@ -91,8 +92,6 @@ class Flex(TorchProvider):
             return reason
         if not case.is_dense:
             return "flex_attention is timed on batches of equal length only"
-        if case.is_backward:
-            return "a compiled backward pass frees its inputs, so it cannot be repeated"
         if case.mods.sinks:
             return "flex_attention has no sinks"
         first = case.first_query
@@ -139,10 +138,22 @@ class Flex(TorchProvider):
             scale=case.softmax_scale,
             enable_gqa=case.heads_q != case.heads_kv,
         )
+        if case.is_backward:
+            # The call that is differentiated compiles the function.
+            return Attention(attend, _keeps_inputs, note)
         # The first call compiles the function.
         with torch.no_grad():
             attend(q, k, v)
         return Attention(attend, note=note)
+
+
+def _keeps_inputs() -> AbstractContextManager[None]:
+    """Return a context in which compiled functions keep what their backward passes read.
+
+    Otherwise a backward pass overwrites it and cannot be repeated.
+    """
+    config = importlib.import_module("torch._functorch.config")
+    return cast("AbstractContextManager[None]", config.patch(donated_buffer=False))
 
 
 def _tensors_by_name(inputs: Inputs) -> dict[str, Any]:

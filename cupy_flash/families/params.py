@@ -59,7 +59,7 @@ _BACKWARD = (
     + _fields(np.uint64, "dlse dsinks")
     + _fields(BIAS_GRADIENT_DTYPE, "dbias")
     + _fields(np.uint64, "bias_parts bias_runs capture_sums kv_sums")
-    + _fields(np.int32, "kv_semaphores head_chunks tile_chunks ascending_blocks")
+    + _fields(np.int32, "kv_semaphores head_chunks tile_chunks last_section")
 )
 
 

@@ -43,6 +43,9 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
     ptx::prefetch_tensormap(&maps.k);
     ptx::prefetch_tensormap(&maps.v);
     ptx::prefetch_tensormap(&maps.dout);
+    if constexpr (Cta::streams_bias) {
+      ptx::prefetch_tensormap(&static_cast<const BiasGradientMaps&>(maps).bias);
+    }
   }
   // A CTA must not send anything to its peer CTA before the peer has initialized its barriers.
   sync_start<Cta::ranks>();

@@ -33,13 +33,15 @@ struct GradientParams : Params {
   void* bias_runs;     // sums of runs in the workspace, see hopper/bias_gradients.cuh
   void* capture_sums;  // sums of dcaptures in the workspace, see inputs/captures.cuh
   // With Config::splits_queries (query_chunks.cuh): array in the workspace of `kv_semaphores`
-  // semaphores, followed by sums of dk and dv of KV tiles; and the number of chunks of query heads
-  // and of query tiles.
+  // semaphores, followed by sums of dk and dv of KV tiles; the number of chunks of query heads; and
+  // the number of chunks of query tiles in the last section or, with packed keys, in all sections.
   void* kv_sums;
   int kv_semaphores;
   int head_chunks;
   int tile_chunks;
-  int ascending_blocks;  // CTAs before the last section, with Config::may_descend (tile_coord.cuh)
+  // Index of the first CTA of the last section (tile_coord.cuh), or the number of CTAs if there is
+  // no such section.
+  int last_section;
 #ifdef CUPY_FLASH_MODIFIED
   // Contiguous gradients of captured arrays, by the number in generated code; null if not wanted.
   void* dcaptures[Mods::differentiable > 0 ? Mods::differentiable : 1];

@@ -41,22 +41,22 @@ struct ChunkTiles {
 
 // Returns the query tiles of a chunk. The query tiles [begin, end) attend to the CTA's KV tile, and
 // the chunks divide them. Chunk 0 has the query tiles that are processed first: the last ones if
-// `FromLast`, otherwise the first ones.
+// `from_last`, otherwise the first ones.
 //
 // This division does not make CTAs wait for CTAs of larger blockIdx. In the dq order of a query
 // tile, the predecessor of a CTA has another KV tile, whose range of query tiles begins and ends
-// later (or earlier, if `FromLast`). The query tile is therefore in the same chunk of that range or
+// later (or earlier, if `from_last`). The query tile is therefore in the same chunk of that range or
 // in an earlier one, and CTAs of earlier chunks have smaller blockIdx.
-template <class Config, bool FromLast>
-__device__ ChunkTiles tiles_of_chunk(const GradientParams& p, const GradientTileCoord& coord,
-                                     int begin, int end) {
+template <class Config>
+__device__ ChunkTiles tiles_of_chunk(const GradientTileCoord& coord, int begin, int end,
+                                     bool from_last) {
   if constexpr (!Config::splits_queries) return {begin, end};
   // The product of the numbers of tiles and of chunks may exceed 32 bits.
   const auto before = [&](int chunk) {
-    return int(int64(end - begin) * chunk / p.tile_chunks);
+    return int(int64(end - begin) * chunk / coord.tile_chunks);
   };
   const int first = before(coord.tile_chunk), next = before(coord.tile_chunk + 1);
-  if (FromLast) return {end - next, end - first};
+  if (from_last) return {end - next, end - first};
   return {begin + first, begin + next};
 }
 
@@ -78,8 +78,8 @@ struct QueryChunkSums {
   // call.
   template <int fours, class Sync, class ForEach>
   __device__ bool merge(int party, Sync sync, ForEach for_each) const {
-    const int chunks = p.head_chunks * p.tile_chunks;
-    const int chunk = coord.head_chunk * p.tile_chunks + coord.tile_chunk;
+    const int chunks = p.head_chunks * coord.tile_chunks;
+    const int chunk = coord.tile_chunk * p.head_chunks + coord.head_chunk;
     const bool is_first = chunk == 0, is_last = chunk == chunks - 1;
     if (chunks == 1) return true;
     const int slot = parties * tile_slot() + party;
@@ -107,14 +107,16 @@ struct QueryChunkSums {
   }
 
  private:
-  // Returns the index of the KV tile among those of all heads.
+  // Returns the index of the KV tile among those whose queries are divided.
   __device__ int tile_slot() const {
     const int tile = coord.begin / Config::Bc;
     if (Config::has_seqlens && p.cu_seqlens_k != nullptr) {
       return coord.head * count_tile_slots<Config::Bc>(p.total_k, p.batch) +
              first_tile_slot<Config::Bc>(sequence.k_first, coord.batch) + tile;
     }
-    return (coord.batch * p.heads_kv + coord.head) * ceil_div(p.seqlen_k, Config::Bc) + tile;
+    const int head = coord.batch * p.heads_kv + coord.head;
+    const int whole_tiles = p.head_chunks == 1 ? p.last_section : 0;
+    return head * ceil_div(p.seqlen_k, Config::Bc) + tile - whole_tiles;
   }
 };
 

@@ -17,6 +17,10 @@ constexpr bool changes_slope() {
 
 // Default of `SoftmaxBackward::pairs`: the bias of each pair is loaded when the pair needs it.
 struct PairsOnDemand {
+  // Whether a branch checks that all captured elements of a tile exist, so that loads need no
+  // bounds.
+  static constexpr bool checks_bounds = true;
+
   __device__ LoadOnDemand operator()(int) const { return {}; }
 };
 
@@ -223,7 +227,7 @@ struct SoftmaxBackward {
   __device__ void for_each_pair(RowOf row_of, int first_key, Stats stats, Score score, Step step,
                                 Store store, int first, int last) const {
     if constexpr (is_modified<Masked>) {
-      if constexpr (Mods::has_bounds) {
+      if constexpr (Mods::has_bounds && Pairs::checks_bounds) {
         bool is_inside = true;
 #pragma unroll
         for (int r = 0; r < Queries; ++r) {

@@ -9,9 +9,11 @@ struct GradientTileCoord {
   int begin;  // first row of the tile
   int batch;
   int head;   // KV head of a KV tile, or query head of a query tile
-  // Indices of the CTA's chunk of query heads and of query tiles, with Config::splits_queries.
+  // Indices of the CTA's chunk of query heads and of query tiles, with Config::splits_queries, and
+  // the number of chunks of query tiles.
   int head_chunk;
   int tile_chunk;
+  int tile_chunks;
 };
 
 // Sizes that determine the number and order of the tiles of dk and dv (`OfKv`), or of dq.
@@ -38,10 +40,9 @@ struct GradientTiling {
   }
 };
 
-// Returns whether the CTA belongs to the last section, whose order is the opposite one, see
-// gradient_tile_coord().
-__device__ inline bool descends(const GradientParams& p) {
-  return int(blockIdx.x) >= p.ascending_blocks;
+// Returns whether the CTA belongs to the last section, see gradient_tile_coord().
+__device__ inline bool in_last_section(const GradientParams& p) {
+  return int(blockIdx.x) >= p.last_section;
 }
 
 // Returns the gradient tile of a CTA. Heads are divided into sections of `section_heads`, whose
@@ -51,24 +52,33 @@ __device__ inline bool descends(const GradientParams& p) {
 // a causal mask or, for Hopper, the dq order (dq/order.cuh).
 //
 // With `Chunks`, each KV tile has a CTA for each chunk of its queries (query_chunks.cuh). Each
-// chunk then counts as a KV head. The first chunks of all heads precede the second chunks, so that
-// the CTA of a chunk has usually ended before the CTA of the next chunk of the same KV tile needs
-// its sums.
+// chunk of query heads then counts as a KV head. The first chunks of all heads precede the second
+// chunks, so that the CTA of a chunk has usually ended before the CTA of the next chunk of the same
+// KV tile needs its sums.
 //
-// With `Config::may_descend`, the CTAs from `p.ascending_blocks` on form one last section, whose
-// tiles are in order even if `FromLast`, so that the longest tiles of a causal mask do not start
-// last (dq/order.cuh).
+// The CTAs from `p.last_section` on form one last section, unless keys are packed. It may differ
+// from the other sections in two ways:
+//
+// - With `Config::may_descend`, its tiles are in order even if `FromLast`, so that the longest
+//   tiles of a causal mask do not start last (dq/order.cuh).
+// - With `Chunks`, only its CTAs have chunks of query tiles. They are shorter than the CTAs of the
+//   other sections, so that all SMs become idle at about the same time. The first chunks of all its
+//   tiles precede the second chunks.
+//
+// With packed keys, chunks of query tiles count as KV heads, too.
 template <class Config, int Rows, bool OfKv, bool FromLast,
           bool Chunks = OfKv && Config::splits_queries>
 __device__ GradientTileCoord gradient_tile_coord(const GradientParams& p, int block) {
   const GradientTiling<OfKv> tiling(p);
-  int heads = tiling.heads;
-  if constexpr (Chunks) heads *= p.head_chunks * p.tile_chunks;
+  int heads = tiling.heads, packed_chunks = 1;
+  if constexpr (Chunks) heads *= p.head_chunks;
   const int longest = ceil_div(tiling.longest, Rows);
   int tiles = longest, section_heads = tiling.section_heads;
   PackedRange tile_slots = {};
   const bool is_packed = Config::has_seqlens && tiling.starts != nullptr;
   if (is_packed) {
+    if constexpr (Chunks) packed_chunks = p.tile_chunks;
+    heads *= packed_chunks;
     tile_slots = find_tile_slots<Rows>(tiling.starts, p.batch, tiling.total, block / heads);
     tiles = tile_slots.end - tile_slots.begin;
     section_heads = int(min(int64(heads), int64(section_heads) * max(1, longest / tiles)));
@@ -78,26 +88,37 @@ __device__ GradientTileCoord gradient_tile_coord(const GradientParams& p, int bl
   }
   int first_head = block / (section_heads * tiles) * section_heads;
   bool from_last = FromLast;
-  if constexpr (OfKv && Config::may_descend) {
-    if (descends(p)) {
-      from_last = false;
-      first_head = p.ascending_blocks / tiles;
-      section_heads = heads;
+  int tile_chunk = 0, tile_chunks = 1;
+  if constexpr (OfKv && (Config::may_descend || Chunks)) {
+    if (in_last_section(p)) {
+      from_last = FromLast && !Config::may_descend;
+      first_head = p.last_section / tiles;
+      section_heads = heads - first_head;
+      if constexpr (Chunks) {
+        tile_chunks = p.tile_chunks;
+        const int section_tiles = section_heads * tiles;
+        tile_chunk = (block - p.last_section) / section_tiles;
+        block -= tile_chunk * section_tiles;
+      }
     } else if (!is_packed) {
-      heads = p.ascending_blocks / tiles;
+      heads = p.last_section / tiles;
     }
   }
   const int section_size = min(section_heads, heads - first_head);
   const int index = block - first_head * tiles;
   const int tile = index / section_size;
-  int head = first_head + index % section_size, chunk = 0, chunks_of_tiles = 1;
+  int head = first_head + index % section_size, head_chunk = 0;
   if constexpr (Chunks) {
     const int groups = is_packed ? tiling.heads : p.batch * tiling.heads;
-    chunk = head / groups;
-    chunks_of_tiles = p.tile_chunks;
+    const int chunk = head / groups;
     head -= chunk * groups;
+    head_chunk = chunk % p.head_chunks;
+    if (is_packed) {
+      tile_chunk = chunk / p.head_chunks;
+      tile_chunks = packed_chunks;
+    }
   }
   return {(from_last ? tiles - 1 - tile : tile) * Rows,
           is_packed ? tile_slots.sequence : head / tiling.heads, head % tiling.heads,
-          chunk / chunks_of_tiles, chunk % chunks_of_tiles};
+          head_chunk, tile_chunk, tile_chunks};
 }

@@ -145,7 +145,7 @@ def test_clusters_of_the_last_section_are_half_as_many() -> None:
     def last(head_dim: int) -> int:
         how = {"head_dim": head_dim, "batch": 1, "seqlen": 512, "heads": 100}
         blocks, params = blocks_and_params(causal=True, **how)
-        return blocks - params["ascending_blocks"]
+        return blocks - params["last_section"]
 
     # The last section has 132 clusters: 33 heads of 4 pairs of KV tiles, or 16 heads of 8 KV tiles.
     assert (last(256), last(512)) == (33 * 4, 16 * 8)
@@ -422,9 +422,33 @@ def test_chunks_have_sums_and_semaphores_in_the_workspace() -> None:
 def test_the_last_section_of_a_causal_mask_has_two_thread_blocks_per_sm(
     how: dict[str, Any], ascending: int
 ) -> None:
-    assert blocks_and_params(batch=1, causal=True, **how)[1]["ascending_blocks"] == ascending
+    assert blocks_and_params(batch=1, causal=True, **how)[1]["last_section"] == ascending
+
+
+@pytest.mark.parametrize(
+    ("how", "tiles", "whole"),
+    [
+        # There are 31.03 and 15.5 waves of 132 thread blocks. The last head is divided.
+        ({"seqlen": 16384, "heads": 32, "head_dim": 64}, 4, 31 * 128),
+        ({"seqlen": 16384, "heads": 16}, 3, 15 * 128),
+        # There are 4 waves.
+        ({"seqlen": 16896, "heads": 4}, 1, 4 * 132),
+        # The last section has 8 heads of 16 KV tiles. At head_dim 64, a head has half as many query
+        # tiles.
+        ({"seqlen": 2048, "heads": 67}, 3, 59 * 16),
+        ({"seqlen": 2048, "heads": 67, "head_dim": 64}, 1, 67 * 16),
+        # Pairs of thread blocks divide no queries.
+        ({"seqlen": 16384, "heads": 16, "head_dim": 256}, 1, 16 * 128),
+    ],
+    ids=str,
+)
+def test_queries_of_the_last_heads_are_divided_if_the_last_wave_is_not_full(
+    how: dict[str, Any], tiles: int, whole: int
+) -> None:
     blocks, params = blocks_and_params(batch=1, **how)
-    assert params["ascending_blocks"] == blocks
+    assert (params["tile_chunks"], params["last_section"]) == (tiles, whole)
+    keys = 128 * how["heads"] * -(-how["seqlen"] // 128)
+    assert blocks == whole + (keys // 128 - whole) * tiles
 
 
 def lists_of(of: Problem, **tile: int) -> tuple[int, bool] | None:
@@ -469,7 +493,7 @@ def test_lists_have_neither_descending_thread_blocks_nor_chunks(head_dim: int) -
     config = hopper.config(of, hopper.default_tile(of, h100), schedule.split)
     (blocks,) = (x.grid[0] for x in schedule.launches if x.entry == "key_gradients")
     assert not config["may_descend"]
-    assert schedule.params["ascending_blocks"] == blocks
+    assert schedule.params["last_section"] == blocks
     assert (schedule.params["head_chunks"], schedule.params["tile_chunks"]) == (1, 1)
     too_long = with_mask(problem(head_dim, batch=1, causal=True, seqlen=2**20))
     tile = hopper.default_tile(too_long, h100)

@@ -93,7 +93,7 @@ def test_the_kernel_serves_every_broadcast(kept: tuple[int, ...], causal: bool) 
 def test_other_problems_keep_the_kernel_for_every_gpu(how: dict[str, Any]) -> None:
     made = plan(**how)
     assert launch_of(made).function == OTHER
-    assert "bias" not in made.schedule.tensor_maps
+    assert launch_of(made).arguments == ("gradients",)
     assert made.unit is not None
     assert "bias_slots" not in made.unit.text
 
@@ -117,6 +117,54 @@ def test_other_biases_are_loaded_when_needed(how: dict[str, Any]) -> None:
     assert launch_of(made).function == HOPPER
     assert launch_of(made).arguments == ("gradient_maps", "gradients")
     assert "bias" not in made.schedule.tensor_maps
+
+
+def main_launch(made: Plan) -> Launch:
+    """Return the launch of the kernel of the gradients of q, k and v."""
+    (launch,) = (launch for launch in made.launches if launch.entry == "key_gradients")
+    return launch
+
+
+# Numbers of stages of q of the tiles in which a streamed bias fits.
+STAGES = {24: 2, 64: 2, 72: 3, 96: 2, 128: 2}
+
+
+@pytest.mark.parametrize("head_dim", STAGES)
+@pytest.mark.parametrize("shape", [WHOLE, (HEADS, SEQLEN_Q, SEQLEN_K), (1, 1, 1, SEQLEN_K)])
+@pytest.mark.parametrize("wrt", [("q", "k", "v"), ("q", "bias"), ("v",)])
+def test_the_main_kernel_streams_a_bias(
+    shape: tuple[int, ...], head_dim: int, wrt: tuple[str, ...]
+) -> None:
+    made = plan(shape, head_dim=head_dim, wrt=wrt)
+    assert made.device is not None
+    assert made.unit is not None
+    launch = main_launch(made)
+    assert launch.arguments == ("bias_gradient_maps", "gradients")
+    assert launch.shared_memory <= made.device.shared_memory_per_block
+    assert made.schedule.tensor_maps["bias"].box == (64, 64)
+    assert "int bias_stages = 2;" in made.unit.text
+    is_shared = "true" if shape != WHOLE else "false"
+    assert f"bool bias_is_shared = {is_shared};" in made.unit.text
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"bias_dtype": "float32"},
+        {"shape": (1, HEADS, SEQLEN_Q, 1)},
+        {"softcap": 9.0},
+        {"mask_mod": MaskMod(lambda i, j: (i + j) % 3 > 0)},
+        {"head_dim": 192},
+        {"head_dim": 128, "tile": {"Br": 64, "Bc": 128, "q_stages": 3}},
+    ],
+    ids=str,
+)
+def test_the_main_kernel_loads_other_biases_when_needed(how: dict[str, Any]) -> None:
+    made = plan(wrt=("q", "k", "v"), **how)
+    assert main_launch(made).arguments == ("gradient_maps", "gradients")
+    assert "bias" not in made.schedule.tensor_maps
+    assert made.unit is not None
+    assert "int bias_stages = 0;" in made.unit.text
 
 
 def test_few_rows_are_one_tile_without_a_cluster() -> None:

@@ -80,6 +80,12 @@ UNITS: list[tuple[str, str, str, int, int, dict[str, Any]]] = [
     ("mma", "sm_80", "bfloat16", 256, 0, {"mask_mod": DOCUMENTS}),
     ("mma", "sm_90", "bfloat16", 512, 8, {"mask_mod": DOCUMENTS}),
     ("mma", "sm_90", "float32", 64, 100, {"mask_mod": DOCUMENTS, "causal": True}),
+    # TMA loads the bias.
+    ("hopper", "sm_90", "float16", 64, 24, {"bias": BIAS}),
+    ("hopper", "sm_90", "float16", 64, 56, {"bias": BIAS, "causal": True}),
+    ("hopper", "sm_90", "float16", 96, 0, {"bias": BIAS, "causal": True}),
+    ("hopper", "sm_90", "float16", 128, 20, {"bias": BIAS}),
+    ("hopper", "sm_90", "float16", 128, 24, {"bias": BIAS[:, :1], "causal": True}),
     ("mma", "sm_86", "float16", 64, 0, {"wrt": ("q", "bias"), "bias": BIAS}),
     *(
         ("hopper", "sm_90", dtype, head_dim, spilled, {"wrt": ("bias",), "bias": bias} | options)

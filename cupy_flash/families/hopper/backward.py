@@ -20,6 +20,7 @@ from cupy_flash.families.contract import (
 )
 from cupy_flash.families.hopper import bias_gradients
 from cupy_flash.families.hopper.cta_columns import MAX_COLUMNS, cta_ranks
+from cupy_flash.families.hopper.scores import bias_strides, can_stream_bias
 from cupy_flash.families.hopper.sm90 import BARRIER_BYTES, WARPGROUP, WARPGROUP_ROWS, why_not_device
 from cupy_flash.families.hopper.tensor_maps import map_spec, why_not_rows, why_not_strides
 from cupy_flash.families.schedule import (
@@ -70,6 +71,8 @@ _TILE_MEMBERS = "Br Bc columns q_stages dout_stages exchange_stages buffers_dq p
 # Largest size in bytes of the visible pairs of all entries of a block mask. The pairs of 32768
 # queries and keys take 134 MB if the mask is the same for all sequences and heads.
 _PAIR_BYTES = 150_000_000
+# Number of bias tiles in shared memory, of 64 query rows each.
+_BIAS_STAGES = 2
 # Number of threads of the kernel that converts the dq accumulator to dq.
 _SUM_THREADS = 256
 
@@ -225,10 +228,26 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         return (dim + dim_v) // 2 + tile.columns * 5 // 4 + _STATE_REGISTERS
 
     def preferred_tiles(self, problem: Problem, device: Device) -> Iterable[HopperBackwardTile]:
-        return _preferred_tiles(problem)
+        tiles = _preferred_tiles(problem)
+        if not _may_stream_bias(problem):
+            return tiles
+        # A streamed bias is worth more than a third stage of q.
+        return sorted(tiles, key=lambda tile: not self._bias_stages(problem, tile))
 
     @remembers_last
     def shared_memory(self, problem: Problem, tile: HopperBackwardTile) -> int:
+        rest = self._other_memory(problem, tile)
+        return rest + self._bias_stages(problem, tile) * _bias_stage_bytes(problem, tile)
+
+    def _bias_stages(self, problem: Problem, tile: HopperBackwardTile) -> int:
+        """Return the number of bias tiles that TMA loads in advance; 0 if threads load the bias."""
+        if tile.columns != WARPGROUP_ROWS or not _may_stream_bias(problem):
+            return 0
+        needed = self._other_memory(problem, tile) + _BIAS_STAGES * _bias_stage_bytes(problem, tile)
+        return _BIAS_STAGES if needed <= bias_gradients.SHARED_MEMORY else 0
+
+    def _other_memory(self, problem: Problem, tile: HopperBackwardTile) -> int:
+        """Return the size in bytes of everything in shared memory except a streamed bias."""
         gradient = problem.gradient_spec
         dim, dim_v = _padded_dims(problem)
         size = problem.itemsize
@@ -270,14 +289,19 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         keys = tile.pair * tile.Bc
         kv_blocks, query_blocks = backward_common.count_blocks(problem, keys, tile.Br)
         chunks = _query_chunks(problem, device, tile)
+        blocks = chunks.blocks(kv_blocks)
         resources = self.threads(tile), self.shared_memory(problem, tile), 1
         ranks = _cluster(problem, tile)
+        maps = _tensor_maps(problem, tile)
+        streams_bias = self._bias_stages(problem, tile) > 0
+        if streams_bias or bias_gradients.serves(problem):
+            maps |= bias_gradients.tensor_maps(problem)
         launches = [
             Launch.of_gradients(
-                *(KEY_GRADIENTS, "hopper_gradients", kv_blocks * chunks.blocks, *resources),
+                *(KEY_GRADIENTS, "hopper_gradients", blocks, *resources),
                 ranks=ranks,
                 cluster=ranks if ranks > 1 else 0,
-                arguments=("gradient_maps", "gradients"),
+                arguments=("bias_gradient_maps" if streams_bias else "gradient_maps", "gradients"),
             )
         ]
         if problem.gradient_spec.wants("q") and not _last_writes(problem):
@@ -286,19 +310,22 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             launches.append(
                 Launch.of_gradients(entry, function, query_blocks, _SUM_THREADS, ranks=parts)
             )
-        blocks = kv_blocks * chunks.blocks
+        last_section = {}
+        if _may_descend(problem) and not problem.layout.packed_k:
+            descending = _descending_section(problem, device, tile)
+            last_section["last_section"] = max(0, blocks - descending)
         schedule = backward_common.schedule(
             problem,
             device,
             launches,
             self._sums(problem, tile),
             _section(problem, device, chunks),
-            _tensor_maps(problem, tile) | bias_gradients.tensor_maps(problem),
-            {"ascending_blocks": _ascending_blocks(problem, device, blocks, tile)},
+            maps,
+            last_section,
             bias_gradients.bias_plan(problem, device),
         )
         return backward_common.with_chunks(
-            schedule, chunks, kv_blocks, 2, WARPGROUP_ROWS * sum(_padded_dims(problem))
+            schedule, problem, chunks, kv_blocks, 2, WARPGROUP_ROWS * sum(_padded_dims(problem))
         )
 
     def _sums(self, problem: Problem, tile: HopperBackwardTile) -> QuerySums:
@@ -324,6 +351,9 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             **{f"wants_{name}": gradient.wants(name) for name in ROWS},
         }
         members["stores_pairs"] = self._stores_pairs(problem, tile)
+        members["bias_stages"] = self._bias_stages(problem, tile)
+        if members["bias_stages"]:
+            members["bias_is_shared"] = 0 in bias_strides(problem)
         members |= bias_gradients.config(problem)
         return members | backward_common.config(
             problem,
@@ -336,6 +366,22 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
 def _is_wide(problem: Problem) -> bool:
     """Return whether dk and dv of 64 keys need the registers of two consumers."""
     return max(problem.head_dim, problem.head_dim_v) > _WIDEST_WHOLE
+
+
+def _may_stream_bias(problem: Problem) -> bool:
+    """Return whether TMA loads a bias if it fits in shared memory.
+
+    Kernels that evaluate slopes or masks have no registers for the bias of several pairs.
+    """
+    score = problem.score
+    if _is_wide(problem) or score is None or score.changes_slope or score.masks_pairs:
+        return False
+    return can_stream_bias(problem) and not _reads_lists(problem)
+
+
+def _bias_stage_bytes(problem: Problem, tile: HopperBackwardTile) -> int:
+    """Return the size in bytes of a bias tile and its two barriers, for full and empty."""
+    return tile.columns * tile.Bc * problem.itemsize + 2 * BARRIER_BYTES
 
 
 def _cluster(problem: Problem, tile: HopperBackwardTile) -> int:
@@ -388,19 +434,15 @@ def _may_descend(problem: Problem) -> bool:
     return mask.causal and mask.left is None and not _reads_lists(problem)
 
 
-def _ascending_blocks(
-    problem: Problem, device: Device, blocks: int, tile: HopperBackwardTile
-) -> int:
-    """Return the number of thread blocks or clusters before the last section (`tile_coord.cuh`).
+def _descending_section(problem: Problem, device: Device, tile: HopperBackwardTile) -> int:
+    """Return the number of thread blocks or clusters of the descending section, at most.
 
-    The last section has about two thread blocks per SM. In a simulation of 16384 tokens and 16
-    heads, the SMs are then busy for 97% instead of 90% of the time.
+    The descending section (`tile_coord.cuh`) has about two thread blocks per SM. In a simulation of
+    16384 tokens and 16 heads, the SMs are then busy for 97% instead of 90% of the time.
     """
-    if not _may_descend(problem) or problem.layout.packed_k:
-        return blocks
     tiles = ceil_div(problem.seqlen_k, tile.pair * tile.Bc)
     slots = device.sm_count // _cluster(problem, tile)
-    return max(0, blocks - max(1, round(2 * slots / tiles)) * tiles)
+    return max(1, round(2 * slots / tiles)) * tiles
 
 
 def _register_split(problem: Problem, tile: HopperBackwardTile) -> tuple[int, int]:
@@ -489,7 +531,7 @@ def _section(problem: Problem, device: Device, chunks: QueryChunks) -> int:
     group = problem.heads_q // problem.heads_kv
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.itemsize + 4 * problem.head_dim
     in_l2 = device.l2_cache // 3 // max(1, group // chunks.heads * rows * row_bytes)
-    return group * max(1, min(in_l2, problem.batch * problem.heads_kv * chunks.blocks))
+    return group * max(1, min(in_l2, problem.batch * problem.heads_kv * chunks.heads))
 
 
 def _preferred_tiles(problem: Problem) -> tuple[HopperBackwardTile, ...]:

@@ -21,7 +21,7 @@ _SIZE, _CONSUMERS = 128, 2
 _COLUMNS = 64
 _SLOT_BYTES = 2 * _SIZE * _COLUMNS * 2
 # Shared memory of a thread block on sm_90, in bytes, and largest number of slots.
-_SHARED_MEMORY, _MOST_SLOTS = 227 * 1024, 6
+SHARED_MEMORY, _MOST_SLOTS = 227 * 1024, 6
 # Size in bytes of `BiasWorkSizes` in shared memory.
 _SIZES_BYTES = 64
 # Number of registers of a producer thread and of a consumer thread.
@@ -79,7 +79,7 @@ def bias_plan(problem: Problem, device: Device) -> BiasPlan | None:
 
 def tensor_maps(problem: Problem) -> dict[str, TensorMapSpec]:
     """Return the tensor map of the bias, if TMA loads it."""
-    if not serves(problem) or not can_stream_bias(problem):
+    if not can_stream_bias(problem):
         return {}
     scores = (problem.seqlen_k, problem.seqlen_q, problem.heads_q, problem.batch)
     box = (_COLUMNS, WARPGROUP_ROWS)
@@ -136,7 +136,7 @@ def _parts(tiles: int, summed: int, clusters: int) -> int:
 
 def _slots(problem: Problem) -> int:
     """Return the number of slots of operands in shared memory."""
-    most = (_SHARED_MEMORY - _other_memory(problem) - _barrier_bytes(_MOST_SLOTS)) // _SLOT_BYTES
+    most = (SHARED_MEMORY - _other_memory(problem) - _barrier_bytes(_MOST_SLOTS)) // _SLOT_BYTES
     return min(_MOST_SLOTS, most)
 
 

@@ -222,7 +222,7 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
             problem, kv_blocks, ceil_div(problem.seqlen_q, tile.Br), least=slots, wave=slots
         )
         resources = threads, shared_memory, tile.min_blocks
-        blocks = kv_blocks * chunks.blocks
+        blocks = chunks.blocks(kv_blocks)
         launches.append(Launch.of_gradients(KEY_GRADIENTS, "mma_gradients", blocks, *resources))
         if problem.gradient_spec.wants("q"):
             launches.append(
@@ -235,7 +235,7 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
         preswizzled = _preswizzled_bytes(problem, tile, sums) if _uses_components(problem) else 0
         schedule = dataclasses.replace(schedule, workspace=schedule.workspace + preswizzled)
         floats = tile.Bc * sum(_padded_dims(problem, tile))
-        return backward_common.with_chunks(schedule, chunks, kv_blocks, 1, floats)
+        return backward_common.with_chunks(schedule, problem, chunks, kv_blocks, 1, floats)
 
     def _sums(self, problem: Problem, tile: MmaBackwardTile) -> QuerySums:
         gradient = problem.gradient_spec

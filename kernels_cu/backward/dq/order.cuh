@@ -5,7 +5,7 @@
 // In this ascending order, one section of heads follows another without waits. But with a causal
 // mask, the CTA of the first KV tile has the most query tiles and starts last, so that most SMs are
 // idle at the end of the kernel. The last section of heads therefore has the opposite, descending
-// order (`GradientParams::ascending_blocks`): the CTA of the first KV tile starts first and adds
+// order (`GradientParams::last_section`): the CTA of the first KV tile starts first and adds
 // first, and each CTA goes from the last query tile to the first. Each x is a query tile that
 // attends to the KV tile:
 //

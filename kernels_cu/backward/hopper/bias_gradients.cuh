@@ -48,11 +48,6 @@
 #include "tile/tma_pipeline.cuh"
 #include "tile/tma_tile.cuh"
 
-// Tensor maps of the kernel if TMA loads the bias, too.
-struct BiasGradientMaps : GradientMaps {
-  TensorMap bias;
-};
-
 #if __CUDA_ARCH__ == 900
 
 // Layout of shared memory, barriers, and numbers of tiles.
@@ -295,6 +290,7 @@ template <class Config>
 struct HopperBiasRows {
   using Cta = HopperBiasCta<Config>;
   using Tile = typename Cta::BiasTile;
+  static constexpr bool checks_bounds = true;
 
   const unsigned char* tile;  // bias of the consumer's rows in shared memory
   const GradientParams& p;

@@ -134,6 +134,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config, DqColumns> {
     softmax_backward<Part>(step, is_masked);
     Base::narrow(left_p, scores);
     if constexpr (wants_v) Base::start_dv(dv_sums, left_p, Part);
+    Base::part_bias.release(cta);
     if constexpr (wants_ds) {
       if constexpr (!single_pass) {
         Base::template wait<wants_v>(gradients);
@@ -200,7 +201,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config, DqColumns> {
 
   // Loads the row statistics of a part into the registers where the next products need them.
   __device__ void load_stats(int part) {
-    Base::load_lse(lse_log2, part);
+    if constexpr (!Cta::streams_bias) Base::load_lse(lse_log2, part);
     typename Base::LaneRows minus_delta;
     Base::load_minus_delta(minus_delta, part);
     Base::broadcast_minus_delta(gradients, minus_delta);
@@ -211,6 +212,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config, DqColumns> {
   __device__ void softmax_backward(const Step& step, bool is_masked) {
     constexpr int rows = columns / 4;
     const unsigned visible_pairs = is_masked ? Base::load_visible_pairs(Part) : ~0u;
+    Base::part_bias.wait(cta);
     if constexpr (single_pass) {
       Base::start_dp(gradients, values, Part, [](int) {});
       Base::template wait<0>(gradients);

@@ -2,12 +2,14 @@
 // the layout of shared memory, and the barriers.
 //
 //   thread or warp      waits for                      does                   arrives at
-//   loader, a lane      q_empty, dout_empty            issues TMA loads       q_full, dout_full
+//   loader, a lane      q_empty, dout_empty,           issues TMA loads       q_full, dout_full,
+//                         bias_empty                                            bias_full
 //   statistics, a warp  q_empty                        copies row statistics  q_full
 //   adders, two lanes   semaphore, sums_full           add dq to memory       sums_empty, semaphore
 //                       semaphore, if last         load the earlier sums  earlier_sums_full
 //   consumers, two      q_full, dout_full, each other  multiply               q_empty, dout_empty
-//     warpgroups        sums_empty                     write their dq sums    sums_full
+//     warpgroups        bias_full                      compute P              bias_empty
+//                       sums_empty                     write their dq sums    sums_full
 //                       earlier_sums_full              write dq               sums_full
 //
 // For wide heads without a dq buffer (split_consumers.cuh), consumers add dq to memory, and two
@@ -45,6 +47,11 @@ struct GradientMaps {
   TensorMap k;
   TensorMap v;
   TensorMap dout;
+};
+
+// Tensor maps of a kernel if TMA loads the bias, too.
+struct BiasGradientMaps : GradientMaps {
+  TensorMap bias;
 };
 
 #if __CUDA_ARCH__ == 900
@@ -127,8 +134,9 @@ struct HopperGradientBlockInfo {
         sequence(sequence),
         mask(mask_of<Config>(p, sequence, coord.batch)),
         order(mask, coord.begin, sequence.seqlen_q) {
+    const bool descends = Config::may_descend && in_last_section(p);
     const ChunkTiles tiles =
-        tiles_of_chunk<Config, false>(p, coord, order.first_tile, order.end_tile);
+        tiles_of_chunk<Config>(coord, order.first_tile, order.end_tile, descends);
     order.first_tile = tiles.begin;
     order.end_tile = tiles.end;
     if constexpr (Config::pair > 1) coord.begin += blockIdx.z * Config::Bc;
@@ -181,6 +189,10 @@ struct HopperGradientCta {
   using DoutTile = TmaTile<Br, dim_v>;
   // dS: queries by keys, one TMA box for each consumer's keys.
   using DsTile = TmaTile<Br, Bc>;
+  // Bias of a part of a query tile, if TMA loads it: one box for each consumer's keys.
+  static constexpr bool streams_bias = Config::bias_stages > 0;
+  using BiasTile = TmaTile<Config::columns, Bc>;
+  static_assert(!streams_bias || (!wide && Config::columns == 64), "a TMA box has 64 rows");
   // A slab of dq sums has the columns of a box of k, because a matrix descriptor cannot start
   // within a box.
   using Fragments = WarpgroupFragments<Br, dim, KeyTile::box_columns, consumers>;
@@ -208,8 +220,8 @@ struct HopperGradientCta {
   static constexpr bool buffers_dq = wants_q && (!wide || Config::buffers_dq);
 
   // Shared memory: k, the peer's k, v, the rings of q and dout, dS, the peer's dS, the dq sums, P
-  // (for wide heads), the peer's scores, row statistics, visible pairs, steps, barriers and
-  // `HopperGradientBlockInfo`.
+  // (for wide heads), the peer's scores, the ring of the bias, row statistics, visible pairs,
+  // steps, barriers and `HopperGradientBlockInfo`.
   static constexpr int peer_keys_offset = KeyTile::bytes;
   static constexpr int value_offset = peer_keys_offset + (exchanges_ds ? PeerKeyTile::bytes : 0);
   static constexpr int query_offset = value_offset + ValueTile::bytes;
@@ -227,7 +239,10 @@ struct HopperGradientCta {
       p_tiles_offset + (wide ? ds_stages * p_tile_bytes : 0);
   static constexpr int peer_scores_warps = exchanges_scores ? 4 * consumers : 0;
   static constexpr int peer_scores_bytes = 16 * Br * int(sizeof(float));
-  static constexpr int stats_offset = peer_scores_offset + peer_scores_warps * peer_scores_bytes;
+  static constexpr int bias_offset = peer_scores_offset + peer_scores_warps * peer_scores_bytes;
+  static_assert(!streams_bias || bias_offset % 1024 == 0, "the swizzle repeats after 1024 bytes");
+  static constexpr int stats_offset =
+      bias_offset + (streams_bias ? Config::bias_stages * BiasTile::bytes : 0);
   static constexpr int stats_bytes = 2 * Br * int(sizeof(float));
   // Visible pairs of query tiles, one bit each (hopper/listed_tiles.cuh).
   static constexpr int pairs_offset = stats_offset + Config::q_stages * stats_bytes;
@@ -246,7 +261,8 @@ struct HopperGradientCta {
   static constexpr int arrived_barriers = Config::q_stages + Config::dout_stages;
   static constexpr int first_scores_barrier =
       ring_barriers + other_barriers + (inspects ? arrived_barriers : 0);
-  static constexpr int barriers = first_scores_barrier + 2 * peer_scores_warps;
+  static constexpr int first_bias_barrier = first_scores_barrier + 2 * peer_scores_warps;
+  static constexpr int barriers = first_bias_barrier + 2 * Config::bias_stages;
   static constexpr int block_info_offset = barrier_offset + barriers * 8, block_info_bytes = 112;
   static_assert(sizeof(HopperGradientBlockInfo<Config>) <= block_info_bytes,
                 "fits in block_info_bytes");
@@ -283,7 +299,7 @@ struct HopperGradientCta {
   __device__ bool has_steps() const { return order.first_tile < order.end_tile; }
   // Whether query tiles go from the last to the first (dq/order.cuh).
   __device__ bool descends() const {
-    if constexpr (Config::may_descend) return ::descends(p);
+    if constexpr (Config::may_descend) return in_last_section(p);
     return false;
   }
   __device__ int start_tile() const { return descends() ? order.end_tile - 1 : order.first_tile; }
@@ -371,6 +387,9 @@ struct HopperGradientCta {
   __device__ unsigned peer_scores_address(int warp) const {
     return shared + peer_scores_offset + warp * peer_scores_bytes;
   }
+  __device__ unsigned bias_address(int stage) const {
+    return shared + bias_offset + stage * BiasTile::bytes;
+  }
   // Returns the address in the peer CTA's shared memory that corresponds to an address in this
   // CTA's.
   __device__ static unsigned at_peer(unsigned address) {
@@ -434,6 +453,8 @@ struct HopperGradientCta {
   __device__ unsigned peer_scores_read(int warp) const {
     return peer_scores_full(peer_scores_warps + warp);
   }
+  __device__ unsigned bias_full(int stage) const { return barrier(first_bias_barrier + stage); }
+  __device__ unsigned bias_empty(int stage) const { return bias_full(Config::bias_stages + stage); }
 
   __device__ void init_barriers() const {
     constexpr int warps = 4 * consumers;
@@ -474,6 +495,10 @@ struct HopperGradientCta {
         ptx::mbarrier_init(semaphore_acquired(stage), 1);
         ptx::mbarrier_init(dq_added(stage), warps);
       }
+    }
+    for (int stage = 0; stage < Config::bias_stages; ++stage) {
+      ptx::mbarrier_init(bias_full(stage), 1);
+      ptx::mbarrier_init(bias_empty(stage), warps);
     }
     for (int warp = 0; warp < peer_scores_warps; ++warp) {
       ptx::mbarrier_init(peer_scores_full(warp), 1);

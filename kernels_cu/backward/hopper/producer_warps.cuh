@@ -10,7 +10,9 @@
 
 #if __CUDA_ARCH__ == 900
 
-// Run by one lane. Issues TMA loads of k and v, and of tiles of q and dout as stages become free.
+// Run by one lane. Issues TMA loads of k and v, and of tiles of q, dout and the bias as stages
+// become free. The bias of a query tile comes last: at head_dim 64, both stages of the bias hold the
+// same query tile, so they become free later than the stages of q and dout.
 template <class Config>
 struct HopperGradientLoader {
   using Cta = HopperCta<Config>;
@@ -19,6 +21,7 @@ struct HopperGradientLoader {
   const Cta& cta;
   PipelineState<Config::q_stages> q_ring = {};
   PipelineState<Config::dout_stages> dout_ring = {};
+  PipelineState<Cta::streams_bias ? Config::bias_stages : 1> bias_ring = {};
 
   __device__ void load_all() {
     const Sequence& sequence = cta.sequence;
@@ -32,10 +35,12 @@ struct HopperGradientLoader {
                                   sequence.k_first + cta.coord.begin, cta.coord.head,
                                   sequence.k_batch, cta.values_full());
     load_douts(step);
+    if constexpr (Cta::streams_bias) load_bias(step);
     while (!cta.is_last(step)) {
       step = cta.next_step(step);
       load_queries(step);
       load_douts(step);
+      if constexpr (Cta::streams_bias) load_bias(step);
     }
   }
 
@@ -82,6 +87,21 @@ struct HopperGradientLoader {
                                  cta.sequence.q_batch,
                                  Cta::inspects ? cta.dout_arrived(stage) : cta.dout_full(stage));
     dout_ring.advance();
+  }
+
+  __device__ void load_bias(const Step& step) {
+    using Tile = typename Cta::BiasTile;
+    const TensorMap* const map = &static_cast<const BiasGradientMaps&>(cta.maps).bias;
+#pragma unroll
+    for (int row = 0; row < Config::Br; row += Config::columns) {
+      const unsigned full = cta.bias_full(bias_ring.index);
+      ptx::mbarrier_wait(cta.bias_empty(bias_ring.index), bias_ring.phase ^ 1);
+      ptx::mbarrier_arrive_expect_tx(full, Tile::bytes);
+      load_boxes<Tile>(cta.bias_address(bias_ring.index), map, cta.coord.begin,
+                       row_of(step) + row, step.head, cta.sequence.q_batch, full,
+                       Config::bias_is_shared ? ptx::l2_evict_normal : ptx::l2_evict_first);
+      bias_ring.advance();
+    }
   }
 
   __device__ int row_of(const Step& step) const {

@@ -6,6 +6,7 @@
 #include "backward/preprocess/clean.cuh"
 #include "backward/hopper/column_exchange.cuh"
 #include "backward/hopper/listed_tiles.cuh"
+#include "backward/hopper/streamed_bias.cuh"
 #include "backward/softmax_backward.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/sm90a.cuh"
@@ -59,6 +60,7 @@ struct HopperGradientProducts {
   // modifications change slopes: a slope, the derivative of the modified score by the score, is
   // computed from S, which P replaces.
   static constexpr bool single_pass = changes_slope<Mods>() && wants_ds;
+  static_assert(!Cta::streams_bias || !single_pass, "`compute_p` loads a streamed bias");
 
   using Scores = float[columns / 2];
   using LeftOperand = unsigned[columns / 4];
@@ -74,6 +76,8 @@ struct HopperGradientProducts {
   PipelineState<Config::q_stages> q_ring = {};
   PipelineState<Config::dout_stages> dout_ring = {};
   PipelineState<Cta::ds_stages> ds_ring = {};
+  using PartBias = HopperPartBias<Config>;
+  PartBias part_bias;
   // Sums of P of each key, to detect keys whose pairs are all masked, if `sums_p`.
   float p_sums[2] = {};
   int sums_phase = 1;  // phase of `sums_empty`
@@ -284,18 +288,23 @@ struct HopperGradientProducts {
 
   // The lane's row statistics of a part: lse_log2 or -delta of each row.
   using LaneRows = float[columns / 4];
-  __device__ void load_lse(LaneRows& lse_log2, int part) const { load_rows(lse_log2, part, 0); }
+  // Loads lse_log2 of the lane's rows [begin, end).
+  __device__ void load_lse(LaneRows& lse_log2, int part, int begin = 0,
+                           int end = columns / 4) const {
+    load_rows(lse_log2, part, 0, begin, end);
+  }
   __device__ void load_minus_delta(LaneRows& minus_delta, int part) const {
     load_rows(minus_delta, part, Br);
   }
-  __device__ void load_rows(LaneRows& row_values, int part, int first) const {
+  __device__ void load_rows(LaneRows& row_values, int part, int first, int begin = 0,
+                            int end = columns / 4) const {
     // `opaque` makes the compiler recompute the lane's offset. Keeping it in a register spills 20
     // more bytes (lists of query tiles, head_dim 128).
     const int lane_row = ptx::opaque(threadIdx.x) % 4 * 2;
     const float* stats = cta.stats(q_ring.index) + first + part * columns + lane_row;
     using Pair = Vector<float, 2>;
 #pragma unroll
-    for (int j = 0; j < columns / 8; ++j) {
+    for (int j = begin / 2; j < end / 2; ++j) {
       const Pair pair = *reinterpret_cast<const Pair*>(stats + 8 * j);
       row_values[2 * j] = pair.data[0];
       row_values[2 * j + 1] = pair.data[1];
@@ -322,12 +331,12 @@ struct HopperGradientProducts {
   // `SoftmaxBackward` for a part of a query tile, and the arguments of its functions. They get a
   // delta of 0, because the accumulators of dP already contain -delta.
   using PartSoftmaxBackward =
-      SoftmaxBackward<Config, columns / 4, 2, GradientParams, PairsOnDemand, Config::block_mask,
-                      Config::stores_pairs>;
+      SoftmaxBackward<Config, columns / 4, 2, GradientParams, typename PartBias::Pairs,
+                      Config::block_mask, Config::stores_pairs>;
   __device__ PartSoftmaxBackward part_softmax_backward(const Step& step,
                                                        unsigned visible_pairs = 0) const {
-    return {cta.p, cta.mask, cta.sequence, cta.coord.batch, step.head, scale_log2,
-            1,     0,        {},           visible_pairs};
+    return {cta.p, cta.mask, cta.sequence,      cta.coord.batch, step.head, scale_log2,
+            1,     0,        part_bias.pairs(), visible_pairs};
   }
   __device__ auto rows_of_part(const Step& step, int part) const {
     const int first = step.tile * Br + part * columns + threadIdx.x % 4 * 2;
@@ -356,10 +365,20 @@ struct HopperGradientProducts {
     is_masked ? run(Const<true>()) : run(Const<false>());
   }
 
-  // Converts S to P for the lane's rows [first, last).
+  // Converts S to P for the lane's rows [first, last). A streamed bias of these rows is loaded
+  // first, together with their log-sum-exp. Earlier loads would take registers.
   template <bool Masked>
-  __device__ void compute_p(Scores& scores, const LaneRows& lse_log2, const Step& step, int part,
-                            int first, int last, unsigned visible_pairs = 0) const {
+  __device__ void compute_p(Scores& scores, LaneRows& lse_log2, const Step& step, int part,
+                            int first, int last, unsigned visible_pairs = 0) {
+    if constexpr (Cta::streams_bias) {
+      constexpr int count = PartBias::rows_at_once;
+#pragma unroll
+      for (int row = 0; row < columns / 4; row += count) {
+        if (row < first || row >= last) continue;
+        part_bias.load(cta, fragment_offset<typename Cta::BiasTile>(), row);
+        load_lse(lse_log2, part, row, row + count);
+      }
+    }
     part_softmax_backward(step, visible_pairs)
         .template compute_p<Masked>(rows_of_part(step, part), first_key(), stats_of(lse_log2),
                                     element(scores), key_step(), first, last);
@@ -367,13 +386,13 @@ struct HopperGradientProducts {
 
   // Whether P is computed for all pairs, and the P of masked pairs are set to 0 afterwards.
   // Otherwise the code that computes P evaluates the mask.
-  static constexpr bool masks_p =
-      !Config::modified || (Config::stores_pairs && !Mods::changes_scores);
+  static constexpr bool masks_p = !Config::modified || Cta::streams_bias ||
+                                  (Config::stores_pairs && !Mods::changes_scores);
 
-  __device__ void compute_all_p(Scores& scores, const LaneRows& lse_log2, const Step& step,
-                                int part, bool is_masked, unsigned visible_pairs) const {
+  __device__ void compute_all_p(Scores& scores, LaneRows& lse_log2, const Step& step, int part,
+                                bool is_masked, unsigned visible_pairs) {
     constexpr int rows = columns / 4;
-    if constexpr (Config::stores_pairs && masks_p) {
+    if constexpr (Config::modified && masks_p) {
       compute_p<false>(scores, lse_log2, step, part, 0, rows);
       if (is_masked) mask_p(scores, step, part, visible_pairs);
     } else if (is_masked) {
@@ -453,15 +472,21 @@ struct HopperGradientProducts {
     }
   }
 
-  // Writes dS of the consumer's keys to its box of the dS tile, which has one row per query. The
-  // swizzle keeps the 16-byte chunks of eight consecutive queries in different banks.
-  __device__ void write_ds(const LeftOperand& left_ds, int part) const {
+  // Returns the offset in a tile of queries by keys, with one box for each consumer's keys, of the
+  // lane's row address for ldmatrix and stmatrix with .trans, for the first 16 queries. The swizzle
+  // keeps the 16-byte chunks of eight consecutive queries in different banks.
+  template <class Tile>
+  __device__ unsigned fragment_offset() const {
     const int lane = threadIdx.x % 32;
     const int chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
-    const unsigned address = rows_of<DsTile>(cta.ds_address(ds_ring.index), part) +
-                             consumer_key() / 64 * DsTile::box_bytes +
-                             (lane / 16 * 8 + lane % 8) * DsTile::box_row_bytes +
-                             (chunk ^ lane % 8) * 16;
+    return consumer_key() / 64 * Tile::box_bytes +
+           (lane / 16 * 8 + lane % 8) * Tile::box_row_bytes + (chunk ^ lane % 8) * 16;
+  }
+
+  // Writes dS of the consumer's keys to its box of the dS tile, which has one row per query.
+  __device__ void write_ds(const LeftOperand& left_ds, int part) const {
+    const unsigned address =
+        rows_of<DsTile>(cta.ds_address(ds_ring.index), part) + fragment_offset<DsTile>();
 #pragma unroll
     for (int step = 0; step < columns / 16; ++step) {
       const unsigned four[4] = {left_ds[4 * step], left_ds[4 * step + 1], left_ds[4 * step + 2],

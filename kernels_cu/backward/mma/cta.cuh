@@ -137,7 +137,7 @@ struct MmaGradientCta {
   int full_end;
 
   __device__ QueryTileRange tiles_of(QueryTileRange range) const {
-    const ChunkTiles tiles = tiles_of_chunk<Config, true>(p, coord, range.begin, range.end);
+    const ChunkTiles tiles = tiles_of_chunk<Config>(coord, range.begin, range.end, true);
     range.begin = tiles.begin;
     range.end = tiles.end;
     return range;

@@ -16,7 +16,6 @@ from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.cases.inputs import Inputs, random_inputs
 from cupy_flash.cli.measure.gradient_check import GradientCheck
 from cupy_flash.cli.providers.providers import provider
-from cupy_flash.cli.providers.torch_flex import FLEX
 from cupy_flash.reference.gradients import backward_naive
 
 
@@ -240,7 +239,6 @@ def test_what_cannot_be_captured_is_timed_by_calls(torch: FakeTorch) -> None:
         ("torch-flash", {"causal": True}, "aligned top-left"),
         ("torch-cudnn", {"kind": "varlen", "seqlen_q": 203}, "takes no packed sequences"),
         ("cupy_flash-torch", {"kind": "varlen", "seqlen_q": 203}, "compared with torch's own call"),
-        ("torch-flex", {}, "cannot be repeated"),
     ],
 )
 def test_what_torch_has_no_gradients_of_is_refused(
@@ -248,4 +246,4 @@ def test_what_torch_has_no_gradients_of_is_refused(
 ) -> None:
     case = inputs_of(**more).case
 
-    assert says in str((FLEX if name == "torch-flex" else provider(name)).why_not(case))
+    assert says in str(provider(name).why_not(case))

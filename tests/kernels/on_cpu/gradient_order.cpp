@@ -1,6 +1,6 @@
 // Prints what the CTAs of a gradient kernel process. Standard input has one line of numbers for
 // each call: causal, 1 for `hopper` or 0 for `mma`, batch, heads_q, heads_kv, seqlen_q, seqlen_k,
-// q_offset, section_heads, head_chunks, tile_chunks, ascending_blocks, number of CTAs, left and
+// q_offset, section_heads, head_chunks, tile_chunks, last_section, number of CTAs, left and
 // right bound of a window (-1 for no bound) and prefix. The output is one line for each call, with
 // nine numbers for each CTA: batch index, KV head, KV tile, index of the chunk, the range [begin,
 // end) of its query heads, that of its query tiles, and 1 if query tiles are processed in
@@ -52,7 +52,7 @@ struct Print {
     p.section_heads = n[7];
     p.head_chunks = n[8];
     p.tile_chunks = n[9];
-    p.ascending_blocks = is_hopper ? n[10] : n[11];
+    p.last_section = n[10];
     const Mask<Config> mask(n[5], n[6], band<Config>(n));
     for (int block = 0; block < n[11]; ++block) {
       blockIdx.x = block;
@@ -60,15 +60,14 @@ struct Print {
           is_hopper ? gradient_tile_coord<Config, Config::Bc, true, true>(p, block)
                     : gradient_tile_coord<Config, Config::Bc, true, false>(p, block);
       const DqOrder<Br, Config::Bc, Config> order(mask, coord.begin, p.seqlen_q);
+      const bool descends = !is_hopper || (Config::may_descend && in_last_section(p));
       const ChunkTiles tiles =
-          is_hopper
-              ? tiles_of_chunk<Config, false>(p, coord, order.first_tile, order.end_tile)
-              : tiles_of_chunk<Config, true>(p, coord, order.first_tile, order.end_tile);
+          tiles_of_chunk<Config>(coord, order.first_tile, order.end_tile, descends);
       const int first_head = first_head_of_chunk<Config>(p, coord);
       std::printf("%d %d %d %d %d %d %d %d %d ", coord.batch, coord.head, coord.begin / Config::Bc,
-                  coord.head_chunk * p.tile_chunks + coord.tile_chunk, first_head,
+                  coord.tile_chunk * p.head_chunks + coord.head_chunk, first_head,
                   first_head + heads_of_chunk<Config>(p), tiles.begin, tiles.end,
-                  !is_hopper || descends(p));
+                  descends);
     }
     std::printf("\n");
   }

@@ -243,20 +243,26 @@ struct MmaGradients : MmaGradientProducts<Config> {
 
   // Computes P^T and dS^T of the warp's keys and of `columns` queries of the tile from `first` on,
   // and adds their contributions to the warp's columns of dk and dv. With `shares_operands`, writes
-  // P^T and dS^T to shared memory instead.
-  // `after_product()` is called after the first product.
+  // P^T and dS^T to shared memory instead. `after_product()` is called after the first product.
   template <bool First, class AfterProduct>
   __device__ void compute_pairs(int stage, int head, int tile, int first, bool is_masked,
                                 AfterProduct after_product) {
+    if constexpr (overlaps_exponentials) {
+      compute_overlapped_pairs<First>(stage, head, tile, first, is_masked, after_product);
+    } else {
+      compute_consecutive_pairs<First>(stage, head, tile, first, is_masked, after_product);
+    }
+  }
+
+  // Implements `compute_pairs()` without `overlaps_exponentials`.
+  template <bool First, class AfterProduct>
+  __device__ void compute_consecutive_pairs(int stage, int head, int tile, int first,
+                                            bool is_masked, AfterProduct after_product) {
     const unsigned query_rows = queries_address(stage) + first * Layout::row_bytes;
     const unsigned dout_rows = dout_address(stage) + first * LayoutV::row_bytes;
     const VisiblePairs visible_pairs = find_visible_pairs(head, tile, first, is_masked);
     Scores scores;     // S^T, then P^T
     Scores gradients;  // dP^T, then dS^T
-    if constexpr (overlaps_exponentials) {
-      compute_overlapped_pairs<First>(stage, head, tile, first, is_masked, after_product);
-      return;
-    }
     if constexpr (paired) {
       multiply_paired(scores, gradients, stage, first, after_product);
     } else {

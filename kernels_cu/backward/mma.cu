@@ -74,7 +74,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
   using Base::key_warp, Base::query_warp, Base::keys_address, Base::values_address,
       Base::ds_address;
   using Base::p_address, Base::queries_address, Base::dout_address, Base::stats_address,
-      Base::load_keys, Base::load;
+      Base::load_keys, Base::load, Base::load_early, Base::load_late, Base::loads_early,
+      Base::is_alone, Base::staggers_loads, Base::overlaps_semaphore, Base::semaphore_held;
   using Base::has_steps, Base::first_step, Base::is_last, Base::next_step, Base::is_masked;
   using Base::order_index, Base::read;
   using Base::multiply_paired, Base::units, Base::second_unit, Base::scale, Base::read_ds;
@@ -102,6 +103,10 @@ struct MmaGradients : MmaGradientProducts<Config> {
   using Softmax = SoftmaxBackward<Config, columns / 4, 2 * row_tiles, GradientParams, PairsOnDemand,
                                   Config::block_mask, finds_pairs>;
   using VisiblePairs = typename Softmax::VisiblePairs;
+  // Whether exponentials are computed between the products of dP, and not after them.
+  static constexpr bool overlaps_exponentials =
+      Config::overlaps && (is_alone || Config::overlaps_shared) && !Config::modified &&
+      !has_components && !paired && wants_ds;
   // A score of -inf masks its pair, too.
   using VisibleKeys = VisibleKeysOf<Softmax, row_tiles, columns,
                                     finds_pairs && !Config::Mods::changes_scores>;
@@ -129,23 +134,34 @@ struct MmaGradients : MmaGradientProducts<Config> {
     load_keys();
     Step step = first_step();
     load(0, step.head, step.tile);
-    int stage = 0;
+    int parity = 0;  // of the step's index
+    if (overlaps_semaphore && threadIdx.x == 0) ptx::cta_mbarrier_init(semaphore_held(), 1);
     if constexpr (Config::inspects && !has_components) clean_keys();
     while (true) {
+      const int stage = stages > 1 ? parity : 0;
       ptx::cp_async_wait_group<0>();
       // Wait until all warps are done with the previous tile: the next load overwrites its stage.
       __syncthreads();
       if constexpr (Config::inspects && !has_components) clean_queries(stage);
       if (stages > 1 && !is_last(step)) {
         const Step next = next_step(step);
-        load(1 - stage, next.head, next.tile);
+        if constexpr (!staggers_loads) {
+          load(1 - stage, next.head, next.tile);
+        } else if (loads_early()) {
+          load_early(1 - stage, next.head, next.tile);
+        }
       }
-      process_tile(stage, step.head, step.tile, order_index(step), is_masked(step));
+      process_tile(stage, parity, step, [&] {
+        if constexpr (staggers_loads) {
+          if (loads_early() || is_last(step)) return;
+          const Step next = next_step(step);
+          load_late(1 - stage, next.head, next.tile);
+        }
+      });
       if (is_last(step)) break;
       step = next_step(step);
-      if (stages > 1) {
-        stage = 1 - stage;
-      } else {
+      parity = 1 - parity;
+      if (stages == 1) {
         __syncthreads();
         load(0, step.head, step.tile);
       }
@@ -182,7 +198,12 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
   }
 
-  __device__ void process_tile(int stage, int head, int tile, int order_index, bool is_masked) {
+  // Processes a query tile. `after_product()` is called after the warp's first product.
+  template <class AfterProduct>
+  __device__ void process_tile(int stage, int parity, const Step& step,
+                               AfterProduct after_product) {
+    const int head = step.head, tile = step.tile;
+    const bool is_masked = Base::is_masked(step);
     int current = 0;  // value of the semaphore, in thread 0
     if constexpr (wants_q) {
       if (threadIdx.x == 0) {
@@ -190,19 +211,29 @@ struct MmaGradients : MmaGradientProducts<Config> {
         current = semaphore_peek(sums.semaphore(p, sequence, coord.batch, head, tile));
       }
     }
-    compute_pairs<true>(stage, head, tile, query_warp() * columns, is_masked);
+    compute_pairs<true>(stage, head, tile, query_warp() * columns, is_masked, after_product);
 #pragma unroll
     for (int i = 1; i < passes; ++i) {
       compute_pairs<false>(stage, head, tile, (i * query_warps + query_warp()) * columns,
-                           is_masked);
+                           is_masked, [] {});
     }
     if constexpr (wants_q) {
       const DqSums<Config> sums(p);
       const int slot = sums.tile_slot(p, sequence, coord.batch, head, tile);
-      if (threadIdx.x == 0) semaphore_wait(sums.semaphores + slot, order_index, current);
+      const int index = order_index(step);
+      if (!overlaps_semaphore && threadIdx.x == 0) {
+        semaphore_wait(sums.semaphores + slot, index, current);
+      }
       __syncthreads();
+      if constexpr (overlaps_semaphore) {
+        release_semaphore();
+        if (threadIdx.x == 0) {
+          semaphore_wait(sums.semaphores + slot, index, current);
+          ptx::cta_mbarrier_arrive(semaphore_held());
+        }
+      }
       add_other_warps(stage);
-      add_dq(stage, head, tile, order_index);
+      add_dq(stage, parity, head, tile, index);
       pending_release = slot;
     } else if constexpr (query_warps > 1) {
       __syncthreads();
@@ -212,23 +243,36 @@ struct MmaGradients : MmaGradientProducts<Config> {
 
   // Computes P^T and dS^T of the warp's keys and of `columns` queries of the tile from `first` on,
   // and adds their contributions to the warp's columns of dk and dv. With `shares_operands`, writes
-  // P^T and dS^T to shared memory instead.
-  template <bool First>
-  __device__ void compute_pairs(int stage, int head, int tile, int first, bool is_masked) {
+  // P^T and dS^T to shared memory instead. `after_product()` is called after the first product.
+  template <bool First, class AfterProduct>
+  __device__ void compute_pairs(int stage, int head, int tile, int first, bool is_masked,
+                                AfterProduct after_product) {
+    if constexpr (overlaps_exponentials) {
+      compute_overlapped_pairs<First>(stage, head, tile, first, is_masked, after_product);
+    } else {
+      compute_consecutive_pairs<First>(stage, head, tile, first, is_masked, after_product);
+    }
+  }
+
+  // Implements `compute_pairs()` without `overlaps_exponentials`.
+  template <bool First, class AfterProduct>
+  __device__ void compute_consecutive_pairs(int stage, int head, int tile, int first,
+                                            bool is_masked, AfterProduct after_product) {
     const unsigned query_rows = queries_address(stage) + first * Layout::row_bytes;
     const unsigned dout_rows = dout_address(stage) + first * LayoutV::row_bytes;
     const VisiblePairs visible_pairs = find_visible_pairs(head, tile, first, is_masked);
     Scores scores;     // S^T, then P^T
     Scores gradients;  // dP^T, then dS^T
     if constexpr (paired) {
-      multiply_paired(scores, gradients, stage, first);
+      multiply_paired(scores, gradients, stage, first, after_product);
     } else {
       clear(scores);
       clear(gradients);
       Base::template multiply_keys_queries<columns>(scores, query_rows);
+      after_product();
       if constexpr (wants_ds) Base::template multiply_values_douts<columns>(gradients, dout_rows);
     }
-    if (First) release_semaphore();
+    if (First && !overlaps_semaphore) release_semaphore();
     if (is_masked) {
       softmax_backward<true>(scores, gradients, stage, head, tile, first, visible_pairs);
     } else {
@@ -256,6 +300,81 @@ struct MmaGradients : MmaGradientProducts<Config> {
                                                       units(stage).dv_unit * p_second_unit);
       }
     }
+  }
+
+  // Implements `compute_pairs()` if `overlaps_exponentials`. P is computed between the products of
+  // dP, and dS between the first products of dV. P is computed for all pairs of a masked tile, too,
+  // and set to 0 afterwards where a pair is masked.
+  template <bool First, class AfterProduct>
+  __device__ void compute_overlapped_pairs(int stage, int head, int tile, int first, bool is_masked,
+                                           AfterProduct after_product) {
+    constexpr int rows = columns / 4;  // of a lane
+    constexpr int k_steps = Base::dim_v / 16;
+    const unsigned query_rows = queries_address(stage) + first * Layout::row_bytes;
+    const unsigned dout_rows = dout_address(stage) + first * LayoutV::row_bytes;
+    Scores scores;     // S^T, then P^T
+    Scores gradients;  // -delta, then dP^T - delta, then dS^T
+    const auto score = [&](int r, int n) -> float& { return element(scores, r, n); };
+    const auto gradient = [&](int r, int n) -> float& { return element(gradients, r, n); };
+    clear(scores);
+    Base::template multiply_keys_queries<columns>(scores, query_rows);
+    after_product();
+    Stats stats[rows];
+    const Stats* stored = stats_of(stage, first);
+#pragma unroll
+    for (int r = 0; r < rows; ++r) {
+      stats[r] = stored[r / 2 * 8 + r % 2];
+#pragma unroll
+      for (int n = 0; n < 2 * row_tiles; ++n) gradient(r, n) = -stats[r].delta;
+    }
+    const Softmax softmax = softmax_of(head, scale_log2);
+    Base::template multiply_values_douts<columns>(gradients, dout_rows, [&](int step) {
+      softmax.template compute_p<false>(
+          rows_from(tile, first), first_key(), [&](int r) { return stats[r]; }, score, key_step(),
+          step * rows / k_steps, (step + 1) * rows / k_steps);
+    });
+    if (First && !overlaps_semaphore) release_semaphore();
+    if (is_masked) mask_pairs(softmax, scores, gradients, tile, first);
+    Left p_operand, ds_operand;
+    Base::template make_operand<exchanges_p>(p_operand, scores, p_address(), first);
+    if constexpr (wants_v) {
+      Base::template add_product<ColumnsV, LayoutV>(dv_sums, p_operand, dout_rows, 1);
+    }
+#pragma unroll
+    for (int r = 0; r < rows; ++r) {
+#pragma unroll
+      for (int n = 0; n < 2 * row_tiles; ++n) gradient(r, n) *= score(r, n);
+    }
+    Base::template make_operand<exchanges_ds>(ds_operand, gradients, ds_address(), first);
+    if constexpr (wants_k) {
+      Base::template add_product<Columns, Layout>(dk_sums, ds_operand, query_rows, 1);
+    }
+  }
+
+  // Sets P, and dP - delta, of masked pairs to 0, and dP - delta of rows that attend to one key.
+  __device__ void mask_pairs(const Softmax& softmax, Scores& scores, Scores& gradients, int tile,
+                             int first) const {
+    const auto score = [&](int r, int n) -> float& { return element(scores, r, n); };
+    const auto gradient = [&](int r, int n) -> float& { return element(gradients, r, n); };
+    softmax.mask_p(rows_from(tile, first), first_key(), score, key_step());
+#pragma unroll
+    for (int r = 0; r < columns / 4; ++r) {
+#pragma unroll
+      for (int n = 0; n < 2 * row_tiles; ++n) {
+        if (score(r, n) == 0) gradient(r, n) = 0;
+      }
+    }
+    softmax.zero_one_key_ds(rows_from(tile, first), score, gradient);
+  }
+
+  // Returns the element of a lane's `r`-th query and `n`-th key.
+  __device__ static float& element(Scores& values, int r, int n) {
+    return values[n / 2][r / 2][2 * (n % 2) + r % 2];
+  }
+  // Returns the statistics of the lane's first query; `first` is that of the warp.
+  __device__ const Stats* stats_of(int stage, int first) const {
+    return reinterpret_cast<const Stats*>(memory + (stats_address(stage) - shared)) +
+           first_query(first);
   }
 
   // Return the `SoftmaxBackward` of a head, and the arguments of its functions.
@@ -296,15 +415,11 @@ struct MmaGradients : MmaGradientProducts<Config> {
   template <bool Masked>
   __device__ void softmax_backward(Scores& scores, Scores& gradients, int stage, int head, int tile,
                                    int first, VisiblePairs visible_pairs) {
-    const Stats* stats = reinterpret_cast<const Stats*>(memory + (stats_address(stage) - shared)) +
-                         first_query(first);
+    const Stats* stats = stats_of(stage, first);
     const Units unit = units(stage);
     constexpr bool of_scaled = has_components && !Config::Mods::changes_scores;
     const Softmax softmax =
         softmax_of(head, of_scaled ? scale_log2 * unit.score : scale_log2, visible_pairs);
-    const auto element = [](auto& values, int r, int n) -> float& {
-      return values[n / 2][r / 2][2 * (n % 2) + r % 2];
-    };
     if constexpr (has_components) {
       scale(scores, gradients, unit);
       mask_infinite_keys(scores);
@@ -367,6 +482,17 @@ struct MmaGradients : MmaGradientProducts<Config> {
   // Adds the contributions of `operand_columns` queries from `first` on, whose P^T and dS^T are in
   // shared memory.
   __device__ void add_shared_products(int stage, int first) {
+    if constexpr (!has_components) {
+      if constexpr (wants_v) {
+        Base::template add_shared_product<ColumnsV>(
+            dv_sums, p_address(), first, dout_address(stage) + first * LayoutV::row_bytes);
+      }
+      if constexpr (wants_k) {
+        Base::template add_shared_product<Columns>(
+            dk_sums, ds_address(), first, queries_address(stage) + first * Layout::row_bytes);
+      }
+      return;
+    }
     Left left;
     if constexpr (wants_v) {
       read(left, p_address(), first);
@@ -385,20 +511,25 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
   }
 
-  __device__ void add_dq(int stage, int head, int tile, int order_index) {
+  __device__ void add_dq(int stage, int parity, int head, int tile, int order_index) {
     // If this loop were unrolled, ptxas would keep the addresses of all parts in registers and
     // spill.
 #pragma unroll 1
     for (int first = 0; first < DqColumns::steps; first += dq_steps) {
-      add_dq_columns(stage, head, tile, order_index, first);
+      add_dq_columns(stage, parity, head, tile, order_index, first);
     }
   }
 
   // Computes `dq_steps` times 16 of the warp's columns of dq, starting at column 16 * `first`, and
   // adds them to memory.
-  __device__ void add_dq_columns(int stage, int head, int tile, int order_index, int first) {
+  __device__ void add_dq_columns(int stage, int parity, int head, int tile, int order_index,
+                                 int first) {
     static_assert(DqColumns::steps % dq_steps == 0, "equally many columns at once");
-    const DqAccumulator<Fragments, 2 * dq_steps> accumulator(
+    using Accumulator = DqAccumulator<Fragments, 2 * dq_steps>;
+    const auto wait = [&] {
+      if constexpr (overlaps_semaphore) ptx::cta_mbarrier_wait(semaphore_held(), parity);
+    };
+    const Accumulator accumulator(
         DqSums<Config>(p).template sums<Fragments::floats>(p, sequence, coord.batch, head, tile),
         order_index, 2 * first);
     float sums[dq_row_tiles][2 * dq_steps][4];
@@ -420,15 +551,18 @@ struct MmaGradients : MmaGradientProducts<Config> {
             first);
       }
       factors(stage).apply_to_rows(sums, first_dq_tile());
+      wait();
       accumulator.add(sums, units(stage).dq_unit);
     } else {
+      if constexpr (!Accumulator::memory_adds) wait();
       accumulator.begin(sums);
-#pragma unroll
-      for (int key = 0; key < Bc; key += 16) {
-        LeftStep<dq_row_tiles> left[1];
-        read_ds(left, key);
-        DqColumns::multiply(sums, left[0], right + key * Layout::row_bytes, first);
-      }
+      DqColumns::template multiply<Bc / 16>(
+          sums,
+          [&](LeftStep<dq_row_tiles>& left, int step) {
+            read_ds(reinterpret_cast<LeftStep<dq_row_tiles>(&)[1]>(left), 16 * step);
+          },
+          right, first);
+      if constexpr (Accumulator::memory_adds) wait();
       accumulator.end(sums);
     }
   }

@@ -182,6 +182,15 @@ __device__ inline void ldmatrix_x4_trans(unsigned (&r)[4], unsigned shared) {
                : "r"(shared));
 }
 
+#if __CUDA_ARCH__ >= 900
+// stmatrix.x4: stores four 8 x 8 matrices of 16-bit elements; the counterpart of ldmatrix.x4.
+__device__ inline void stmatrix_x4(unsigned shared, const unsigned (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+#endif  // __CUDA_ARCH__ >= 900
+
 // mma.m16n8k16: d += a b, float16 operands, float32 accumulators.
 __device__ inline void mma_m16n8k16_f16(float (&d)[4], const unsigned (&a)[4], unsigned b0,
                                         unsigned b1) {

@@ -26,28 +26,44 @@ struct RowCopy {
   static constexpr int rows_at_once = Threads / columns_at_once;
   static constexpr bool whole_rows = Columns * int(sizeof(Element)) == Layout::row_bytes;
 
-  // Returns the source address of this thread's first copy; the tile starts at `global`.
-  static __device__ const Element* source(const Element* global, int64 row_stride) {
-    return global + threadIdx.x / columns_at_once * row_stride +
-           threadIdx.x % columns_at_once * copy_elements;
+  // Returns the source address of this thread's first copy; the tile starts at `global`. `thread`
+  // is the index of the thread among the `Threads` threads.
+  static __device__ const Element* source(const Element* global, int64 row_stride,
+                                          unsigned thread = threadIdx.x) {
+    return global + thread / columns_at_once * row_stride +
+           thread % columns_at_once * copy_elements;
   }
 
   // Starts this thread's copies. `source` is the address that `source()` returned.
   template <bool Ragged>
   static __device__ void start(unsigned shared, const Element* source, int64 row_stride,
-                               int rows_left) {
-    const int first_row = threadIdx.x / columns_at_once;
+                               int rows_left, unsigned thread = threadIdx.x) {
+    const int first_row = thread / columns_at_once;
     if (Threads % columns_at_once != 0 && first_row >= rows_at_once) return;
     // `left` is compared with compile-time constants below, so that no row index is computed.
     // `opaque()` makes the compiler recompute `left` for each tile, which saves a register.
-    const int left = Ragged ? rows_left - ptx::opaque(threadIdx.x) / columns_at_once : 0;
+    const int left = Ragged ? rows_left - ptx::opaque(thread) / columns_at_once : 0;
 #pragma unroll
     for (int pass = 0; pass < (Rows + rows_at_once - 1) / rows_at_once; ++pass) {
       const int row = first_row + pass * rows_at_once;
       if (Rows % rows_at_once != 0 && row >= Rows) break;
-      copy_row(threadIdx.x, shared, row, source, !Ragged || pass * rows_at_once < left);
+      copy_row(thread, shared, row, source, !Ragged || pass * rows_at_once < left);
       source += rows_at_once * row_stride;
     }
+  }
+
+  // Number of rows that a thread copies, and whether all threads copy equally many rows.
+  static constexpr int passes = (Rows + rows_at_once - 1) / rows_at_once;
+  static constexpr bool is_even = Threads % columns_at_once == 0 && Rows % rows_at_once == 0;
+
+  // Starts the `pass`-th of the copies that `start<true>()` starts, without a branch. `exists` says
+  // whether there is a tile; otherwise, its rows become zeros. Requires `is_even`.
+  static __device__ void start_pass(int pass, unsigned shared, const Element* source,
+                                    int64 row_stride, int rows_left, bool exists) {
+    static_assert(is_even, "all threads copy equally many rows");
+    const int row = ptx::opaque(threadIdx.x) / columns_at_once + pass * rows_at_once;
+    copy_row(threadIdx.x, shared, row, source + pass * rows_at_once * row_stride,
+             exists && row < rows_left);
   }
 
   // Like `start()`, for rows at arbitrary addresses, which `row_at()` returns. Up to four addresses

@@ -178,6 +178,14 @@ def test_a_tile_of_float32_takes_the_shared_memory_of_its_preswizzled_tiles_and_
     assert mma.shared_memory(problem("bfloat16"), TILE) == keys + pairs + 2 * stage
 
 
+def test_thread_blocks_of_eight_warps_have_shared_memory_for_a_barrier() -> None:
+    tile = MmaBackwardTile(64, 128, 8, 4)
+    keys, pairs, stage = 128 * 512, 2 * 128 * 64 * 2, 64 * (512 + 8)
+    assert mma.shared_memory(problem("bfloat16", 128), tile) == keys + pairs + 2 * stage + 16
+    # Two thread blocks of four warps fill the shared memory of an A100.
+    assert mma.default_tile(problem("bfloat16"), device_for_arch("sm_80")).min_blocks == 2
+
+
 def test_sections_are_of_one_size_and_larger_where_blocks_have_fewer_steps() -> None:
     def section(causal: bool) -> int:
         one = problem("bfloat16", 256, batch=8, heads_q=8, heads_kv=8, seqlen_q=2048, seqlen_k=2048)

@@ -76,9 +76,9 @@ UNITS: list[tuple[str, str, str, int, int, dict[str, Any]]] = [
     ("mma", "sm_80", "bfloat16", 64, 56, {"mask_mod": DOCUMENTS, "causal": True}),
     ("mma", "sm_89", "float16", 64, 40, {"mask_mod": DOCUMENTS}),
     ("mma", "sm_90", "bfloat16", 128, 8, {"mask_mod": BY_HEAD}),
-    ("mma", "sm_90", "bfloat16", 128, 16, {"mask_mod": DOCUMENTS, "softcap": 20.0}),
+    ("mma", "sm_90", "bfloat16", 128, 32, {"mask_mod": DOCUMENTS, "softcap": 20.0}),
     ("mma", "sm_80", "bfloat16", 256, 0, {"mask_mod": DOCUMENTS}),
-    ("mma", "sm_90", "bfloat16", 512, 0, {"mask_mod": DOCUMENTS}),
+    ("mma", "sm_90", "bfloat16", 512, 8, {"mask_mod": DOCUMENTS}),
     ("mma", "sm_90", "float32", 64, 100, {"mask_mod": DOCUMENTS, "causal": True}),
     # TMA loads the bias.
     ("hopper", "sm_90", "float16", 64, 24, {"bias": BIAS}),

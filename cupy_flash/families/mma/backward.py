@@ -31,6 +31,8 @@ _ROW_STATS_BYTES = 8
 _SCALES_BYTES = 128
 # Number of scale factors of P and dS that fit after `KeyScales`, which hold a bit for each key.
 _MAX_UNITS = (_SCALES_BYTES - 4 * 4 - 256 // 8) // 4
+# Bytes of the barrier after the query tiles in shared memory; they keep the size a multiple of 16.
+_BARRIER_BYTES = 16
 _PRESWIZZLE_THREADS = 256
 PRESWIZZLED_TILES = "tile_images"
 # Largest head dim for which a warp computes all of its columns of dq at once.
@@ -47,6 +49,15 @@ _SUM_ROWS = 32
 # mask halves their number, because a thread block then has half the steps to catch up after a wait.
 _MAX_CONCURRENT = 16
 _STEPS_PER_TILE = 2
+
+
+# Switches of the kernel, for measurements.
+VARIANT = {
+    "staggers": True,
+    "overlaps": True,
+    "overlaps_shared": False,
+    "late_semaphore": True,
+}
 
 
 @dataclass(frozen=True)
@@ -191,7 +202,8 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
         pairs = tile.Bc * tile.Br * problem.itemsize * (2 if tile.side_warps > 1 else 1)
         scales = _SCALES_BYTES if _uses_components(problem) else 0
         stage = tile.Br * (row_bytes + _ROW_STATS_BYTES) + scales
-        return tile.Bc * row_bytes + scales + pairs + tile.stages * stage
+        barrier = _BARRIER_BYTES if tile.warps == 8 else 0
+        return tile.Bc * row_bytes + scales + pairs + tile.stages * stage + barrier
 
     def schedule(self, problem: Problem, device: Device, tile: MmaBackwardTile) -> Schedule:
         kv_blocks, query_blocks = backward_common.count_blocks(problem, tile.Bc, tile.Br)
@@ -261,6 +273,7 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
             "paired": bool(tile.paired),
             "dq_row_warps": _sum_row_warps(problem, tile),
             "dq_steps": _dq_steps(problem, tile),
+            **VARIANT,
             "padded_dim": dim,
             "padded_dim_v": dim_v,
             "shared_memory": self.shared_memory(problem, tile),

@@ -12,7 +12,8 @@
 
 #if __CUDA_ARCH__ >= 800
 
-// One thread of a CTA operates the semaphores. CTA barriers order it with the CTA's other threads.
+// One thread of a CTA operates the semaphores. CTA barriers and mbarriers order it with the CTA's
+// other threads.
 //
 //   semaphore_peek     reads the semaphore early, to hide the latency of the load
 //   semaphore_release  lets the next CTA add, after a barrier of all threads that added to the tile

@@ -13,6 +13,7 @@
 #include "backward/softmax_backward.cuh"
 #include "backward/tile_coord.cuh"
 #include "ptx/base.cuh"
+#include "ptx/cta_mbarrier.cuh"
 #include "score/mask.cuh"
 #include "tile/copy.cuh"
 #include "tile/layout.cuh"
@@ -92,8 +93,8 @@ struct MmaGradientCta {
   static constexpr bool is_bounded = Config::causal || Config::modified;
 
   // Shared memory: k and v; dS^T; P^T if several warps have the same keys; stages of q, dout and
-  // row statistics. For float32, k and v, and each stage, are preswizzled tiles with scales at the
-  // end, and second units follow the scales of k and v.
+  // row statistics; with eight warps, an mbarrier. For float32, k and v, and each stage, are
+  // preswizzled tiles with scales at the end, and second units follow the scales of k and v.
   using Stats = RowStats<float>;
   using Preswizzled = PreswizzledTiles<Config>;
   static constexpr int scales_bytes =
@@ -109,8 +110,16 @@ struct MmaGradientCta {
   static constexpr bool exchanges_ds = wants_q || (query_warps > 1 && wants_k);
   static constexpr int stage_bytes = Br * (row_bytes + int(sizeof(Stats))) + scales_bytes;
   static constexpr int stages_offset = keys_bytes + (1 + (query_warps > 1)) * pairs_bytes;
-  static_assert(stages_offset + stages * stage_bytes == Config::shared_memory,
+  static constexpr int barrier_offset = stages_offset + stages * stage_bytes;
+  // Whether the CTA probably has an SM for itself. Its warps must then overlap what they compute
+  // with each other's products. Otherwise, another CTA multiplies meanwhile.
+  static constexpr bool is_alone = warps == 8;
+  static_assert(barrier_offset % 8 == 0 &&
+                    barrier_offset + (is_alone ? 16 : 0) == Config::shared_memory,
                 "as the host planned");
+  // Whether thread 0 operates the semaphore of a dq tile while the other warps multiply. It arrives
+  // at an mbarrier when the CTA may add. Otherwise, all threads wait for thread 0 at a CTA barrier.
+  static constexpr bool overlaps_semaphore = Config::late_semaphore && wants_q && is_alone;
 
   template <int Rows, int Dim, class TileLayout>
   using Copy = RowCopy<TileLayout, Element, Rows, Dim, threads, Config::alignment>;
@@ -167,8 +176,11 @@ struct MmaGradientCta {
     return {first_head_of_chunk<Config>(p, coord), tiles.end - 1};
   }
   __device__ bool is_last(const Step& step) const {
-    return step.tile == tiles.begin &&
-           step.head + 1 == first_head_of_chunk<Config>(p, coord) + heads_of_chunk<Config>(p);
+    if (step.tile != tiles.begin) return false;
+    // A comparison of products instead of a quotient: this runs in every step.
+    const unsigned chunks = Config::splits_queries ? p.head_chunks : 1;
+    const unsigned chunk = coord.head * chunks + (Config::splits_queries ? coord.head_chunk : 0);
+    return (step.head + 1u) * p.heads_kv * chunks == (chunk + 1) * p.heads_q;
   }
   __device__ Step next_step(const Step& step) const {
     if (step.tile > tiles.begin) return {step.head, step.tile - 1};
@@ -214,6 +226,8 @@ struct MmaGradientCta {
   __device__ unsigned stats_address(int stage) const {
     return queries_address(stage) + Br * row_bytes;
   }
+  // Returns the address of the mbarrier of `overlaps_semaphore`. Each query tile is a phase.
+  __device__ unsigned semaphore_held() const { return shared + barrier_offset; }
 
   // ---- Loads.
 
@@ -278,31 +292,63 @@ struct MmaGradientCta {
     __syncthreads();
   }
 
+  // Whether half of the warps load q of the next tile before their first product, and the others
+  // load dout after theirs. Of the two warps of a scheduler, one then multiplies while the other
+  // computes addresses.
+  static constexpr bool staggers_loads =
+      Config::staggers && is_alone && stages > 1 && !has_components;
+  __device__ bool loads_early() const { return warp < warps / 2; }
+
+  // Starts all loads of a query tile.
   __device__ void load(int stage, int head, int tile) {
     if constexpr (has_components) {
       start_tile<typename Preswizzled::QueryTile>(
           queries_address(stage),
           Preswizzled::query_tile_address(p, sequence, coord.batch, head, tile));
     } else {
-      load_queries(stage, head, tile * Br);
+      load_q<threads>(stage, head, tile, threadIdx.x);
+      load_dout<threads>(stage, head, tile, threadIdx.x);
     }
     ptx::cp_async_commit_group();
   }
+  // Start the loads of half of the warps if `staggers_loads`.
+  __device__ void load_early(int stage, int head, int tile) {
+    load_q<threads / 2>(stage, head, tile, threadIdx.x);
+    ptx::cp_async_commit_group();
+  }
+  __device__ void load_late(int stage, int head, int tile) {
+    load_dout<threads / 2>(stage, head, tile, threadIdx.x - threads / 2);
+    ptx::cp_async_commit_group();
+  }
 
-  __device__ void load_queries(int stage, int head, int first) {
+ private:
+  template <int Threads>
+  __device__ void load_q(int stage, int head, int tile, unsigned thread) {
+    start_rows<Threads, Config::head_dim, Layout>(queries_address(stage), p.q, head, tile, thread);
+  }
+  // Starts the loads of dout and of the row statistics.
+  template <int Threads>
+  __device__ void load_dout(int stage, int head, int tile, unsigned thread) {
+    start_rows<Threads, Config::head_dim_v, LayoutV>(dout_address(stage), p.dout, head, tile,
+                                                     thread);
+    const int first = tile * Br;
     const int left = sequence.seqlen_q - first;
-    start<Br, Config::head_dim, Layout>(queries_address(stage),
-                                        queries(p.q, head) + first * p.q.row_stride, p.q, left);
-    start<Br, Config::head_dim_v, LayoutV>(
-        dout_address(stage), queries(p.dout, head) + first * p.dout.row_stride, p.dout, left);
     const Stats* stats = row_stats<Config>(p) + lse_index<Config>(p, sequence, head, first);
 #pragma unroll
-    for (int first_row = 0; first_row < Br; first_row += threads) {
-      const int i = first_row + threadIdx.x;
-      if (Br % threads != 0 && i >= Br) break;
+    for (int first_row = 0; first_row < Br; first_row += Threads) {
+      const int i = first_row + int(thread);
+      if (Br % Threads != 0 && i >= Br) break;
       ptx::cp_async<sizeof(Stats)>(stats_address(stage) + i * int(sizeof(Stats)),
                                    stats + (i < left ? i : 0), i < left ? sizeof(Stats) : 0);
     }
+  }
+  template <int Threads, int Dim, class TileLayout>
+  __device__ void start_rows(unsigned target, const Tensor& tensor, int head, int tile,
+                             unsigned thread) {
+    using TileCopy = RowCopy<TileLayout, Element, Br, Dim, Threads, Config::alignment>;
+    const Element* source = queries(tensor, head) + tile * Br * tensor.row_stride;
+    TileCopy::template start<true>(target, TileCopy::source(source, tensor.row_stride, thread),
+                                   tensor.row_stride, sequence.seqlen_q - tile * Br, thread);
   }
 };
 

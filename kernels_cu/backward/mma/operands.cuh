@@ -57,11 +57,15 @@ struct Exchange {
                                int step) {
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
+#if __CUDA_ARCH__ >= 900
+      ptx::stmatrix_x4(lane_address(shared, row, step) + 16 * i * Layout::row_bytes, left[i]);
+#else
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         write_chunk(shared, left[i][2 * half], left[i][2 * half + 1], row + 16 * i,
                     2 * step + half);
       }
+#endif
     }
   }
 
@@ -81,12 +85,9 @@ struct Exchange {
   // Reads a left operand that another warp has written by `write()`.
   template <int row_tiles>
   __device__ static void read(LeftStep<row_tiles>& left, unsigned shared, int row, int step) {
-    const int lane = threadIdx.x % 32;
-    const unsigned address =
-        shared + row * Layout::row_bytes + Layout::offset(lane % 16, 2 * step + lane / 16);
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
-      ptx::ldmatrix_x4(left[i], address + 16 * i * Layout::row_bytes);
+      ptx::ldmatrix_x4(left[i], lane_address(shared, row, step) + 16 * i * Layout::row_bytes);
     }
   }
 
@@ -102,6 +103,13 @@ struct Exchange {
                                           Layout::offset(lane % 8 + lane / 16 * 8, chunk));
     }
   }
+
+ private:
+  // Returns the address that a lane passes to ldmatrix and stmatrix for a left operand.
+  __device__ static unsigned lane_address(unsigned shared, int row, int step) {
+    const int lane = threadIdx.x % 32;
+    return shared + row * Layout::row_bytes + Layout::offset(lane % 16, 2 * step + lane / 16);
+  }
 };
 
 // Columns of a tile that one of `warps` warps takes as its right operand: 16 of every 16 * `warps`.
@@ -116,24 +124,36 @@ struct ColumnSlice {
     return shared + Layout::offset(lane % 16, 2 * warp + lane / 16);
   }
 
-  // Accumulates sums += left B, where `b` is the `lane_address()` of the 16 rows of B. `sums` holds
-  // all or some of the warp's columns, starting at column 16 * `first`.
-  template <int row_tiles, int column_tiles>
-  __device__ static void multiply(float (&sums)[row_tiles][column_tiles][4],
-                                  const LeftStep<row_tiles>& left, unsigned b, int first = 0) {
+  // Accumulates sums += left B over `k_steps` steps of 16 rows of B. `b` is the `lane_address()` of
+  // the first rows, and `read_left(left, step)` reads the left operand of a step. `sums` holds all
+  // or some of the warp's columns, starting at column 16 * `first`. Operands are read from shared
+  // memory during the products before theirs, because few warps hide each other's latency.
+  template <int k_steps, int row_tiles, int column_tiles, class ReadLeft>
+  __device__ static void multiply(float (&sums)[row_tiles][column_tiles][4], ReadLeft read_left,
+                                  unsigned b, int first = 0) {
     constexpr int count = column_tiles / 2;
+    LeftStep<row_tiles> left[2];
     unsigned right[2][4];
-    ptx::ldmatrix_x4_trans(right[0], Layout::advance(b, 0, 2 * warps * first));
+    const auto read_right = [&](int number) {
+      ptx::ldmatrix_x4_trans(right[number % 2],
+                             Layout::advance(b, 16 * (number / count),
+                                             2 * warps * (first + number % count)));
+    };
+    read_left(left[0], 0);
+    read_right(0);
 #pragma unroll
-    for (int step = 0; step < count; ++step) {
-      if (step + 1 < count) {
-        ptx::ldmatrix_x4_trans(right[(step + 1) % 2],
-                               Layout::advance(b, 0, 2 * warps * (first + step + 1)));
-      }
+    for (int step = 0; step < k_steps; ++step) {
 #pragma unroll
-      for (int i = 0; i < row_tiles; ++i) {
-        mma<Element>(sums[i][2 * step], left[i], right[step % 2][0], right[step % 2][1]);
-        mma<Element>(sums[i][2 * step + 1], left[i], right[step % 2][2], right[step % 2][3]);
+      for (int column = 0; column < count; ++column) {
+        const int current = step * count + column;
+        if (current + 1 < k_steps * count) read_right(current + 1);
+        if (column == 0 && step + 1 < k_steps) read_left(left[(step + 1) % 2], step + 1);
+        const unsigned (&four)[4] = right[current % 2];
+#pragma unroll
+        for (int i = 0; i < row_tiles; ++i) {
+          mma<Element>(sums[i][2 * column], left[step % 2][i], four[0], four[1]);
+          mma<Element>(sums[i][2 * column + 1], left[step % 2][i], four[2], four[3]);
+        }
       }
     }
   }

@@ -32,15 +32,6 @@ struct MmaGradientProducts : MmaCta<Config> {
 
   using Base::Base;
 
-  template <int Dim, int Columns>
-  struct ProductConfig {
-    using Element = Component;
-    static constexpr int Bc = Columns;
-    static constexpr int head_dim = Dim;
-    static constexpr int head_dim_v = Dim;
-    static constexpr bool q_in_registers = false;
-  };
-
   // P^T or dS^T of the warp's keys and of `operand_columns` queries, as a left operand.
   using Left = LeftStep<row_tiles>[steps][components];
 
@@ -109,40 +100,106 @@ struct MmaGradientProducts : MmaCta<Config> {
     if constexpr (has_components) {
       Slice::add_product(sums, left, right, [&](int) { return factor; });
     } else {
+      Slice::template multiply<steps>(
+          sums,
+          [&](LeftStep<row_tiles>& operand, int step) {
 #pragma unroll
-      for (int step = 0; step < steps; ++step) {
-        Slice::multiply(sums, left[step][0], right + 16 * step * RightLayout::row_bytes);
-      }
+            for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+              for (int r = 0; r < 4; ++r) operand[i][r] = left[step][0][i][r];
+            }
+          },
+          right);
     }
   }
+
+  // Like `add_product()`, for a 16-bit left operand that other warps have written to `source`, of
+  // the queries from `first` on.
+  template <class Slice, class Sums>
+  __device__ void add_shared_product(Sums& sums, unsigned source, int first, unsigned right_rows) {
+    Slice::template multiply<steps>(
+        sums,
+        [&](LeftStep<row_tiles>& operand, int step) {
+          Pairs::read(operand, source, key_warp() * warp_keys, first / 16 + step);
+        },
+        Slice::lane_address(right_rows, query_warp()));
+  }
+
+  // Does nothing between the steps of a product.
+  struct Nothing {
+    __device__ void operator()(int) const {}
+  };
 
   template <int Columns>
   __device__ void multiply_keys_queries(float (&scores)[row_tiles][Columns / 8][4],
                                         unsigned query_rows) {
-    multiply_rows<Layout, dim>(scores, keys_address(), query_rows);
+    multiply_rows<Layout, dim>(scores, keys_address(), query_rows, Nothing());
   }
-  template <int Columns>
+  template <int Columns, class AfterStep = Nothing>
   __device__ void multiply_values_douts(float (&gradients)[row_tiles][Columns / 8][4],
-                                        unsigned dout_rows) {
-    multiply_rows<LayoutV, dim_v>(gradients, values_address(), dout_rows);
+                                        unsigned dout_rows, AfterStep after_step = {}) {
+    multiply_rows<LayoutV, dim_v>(gradients, values_address(), dout_rows, after_step);
   }
 
-  // Accumulates sums += left right^T, where the left rows are the warp's keys.
-  template <class TileLayout, int Dim, int column_tiles>
+  // Accumulates sums += left right^T, where the left rows are the warp's keys. Calls
+  // `after_step(i)` after the i-th step of 16 columns, for 16-bit inputs only.
+  template <class TileLayout, int Dim, int column_tiles, class AfterStep>
   __device__ void multiply_rows(float (&sums)[row_tiles][column_tiles][4], unsigned left_rows,
-                                unsigned right_rows) {
+                                unsigned right_rows, AfterStep after_step) {
     const unsigned left = left_rows + key_warp() * warp_keys * TileLayout::row_bytes;
     if constexpr (has_components) {
       ::multiply_rows<TileLayout, Dim>(sums, left, right_rows);
     } else {
-      Products16Bit<ProductConfig<Dim, 8 * column_tiles>, row_tiles>().multiply_queries_keys(
-          sums, left, right_rows);
+      multiply_prefetched<TileLayout, Dim>(sums, left, right_rows, after_step);
+    }
+  }
+
+  // Implements `multiply_rows()` for 16-bit inputs. The operands of a step are read from shared
+  // memory during the products of the previous step.
+  template <class TileLayout, int Dim, int column_tiles, class AfterStep>
+  __device__ void multiply_prefetched(float (&sums)[row_tiles][column_tiles][4],
+                                      unsigned left_rows, unsigned right_rows,
+                                      AfterStep after_step) {
+    constexpr int pairs = column_tiles / 2;
+    constexpr int k_steps = Dim / 16;
+    const unsigned left_lane = left_rows + TileLayout::offset(lane % 16, lane / 16);
+    const unsigned right_lane =
+        right_rows + TileLayout::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    unsigned left[2][row_tiles][4], right[2][pairs][4];
+    const auto read_step = [&](int step) {
+#pragma unroll
+      for (int i = 0; i < row_tiles; ++i) {
+        ptx::ldmatrix_x4(left[step % 2][i], TileLayout::advance(left_lane, 16 * i, 2 * step));
+      }
+#pragma unroll
+      for (int pair = 0; pair < pairs; ++pair) {
+        ptx::ldmatrix_x4(right[step % 2][pair],
+                         TileLayout::advance(right_lane, 16 * pair, 2 * step));
+      }
+    };
+    read_step(0);
+#pragma unroll
+    for (int step = 0; step < k_steps; ++step) {
+      if (step + 1 < k_steps) read_step(step + 1);
+#pragma unroll
+      for (int pair = 0; pair < pairs; ++pair) {
+        const unsigned (&b)[4] = right[step % 2][pair];
+#pragma unroll
+        for (int i = 0; i < row_tiles; ++i) {
+          mma<Element>(sums[i][2 * pair], left[step % 2][i], b[0], b[1]);
+          mma<Element>(sums[i][2 * pair + 1], left[step % 2][i], b[2], b[3]);
+        }
+      }
+      after_step(step);
     }
   }
 
   // Computes S and dP by a pair of warps. Each warp passes half of its result to the other, through
   // the space in which the other warp later writes its P^T and dS^T.
-  __device__ void multiply_paired(Scores& scores, Scores& gradients, int stage, int first) {
+  // `after_product()` is called after the warp's product.
+  template <class AfterProduct>
+  __device__ void multiply_paired(Scores& scores, Scores& gradients, int stage, int first,
+                                  AfterProduct after_product) {
     // Whether the warp computes S and keeps the first half of the pair's queries. The other warp
     // computes dP and keeps the second half.
     const bool has_scores = query_warp() % 2 == 0;
@@ -160,6 +217,7 @@ struct MmaGradientProducts : MmaCta<Config> {
       }
       store_half(both, 0, first_of_pair);
     }
+    after_product();
     wait_for_pair();
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {

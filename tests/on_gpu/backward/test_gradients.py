@@ -265,3 +265,24 @@ def test_many_pairs_give_the_same_bits(head_dims: tuple[int, int], causal: bool)
     for _ in range(20):
         for name, gradient in call.run(cupy).items():
             np.testing.assert_array_equal(gradient.view(np.uint8), found[name].view(np.uint8))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window_size": (300, 0)}, {"wrt": ("q",)}], ids=str
+)
+@pytest.mark.parametrize("head_dims", [(128, 128), (96, 128), (256, 256), (256, 200)], ids=str)
+def test_many_thread_blocks_of_mma_give_the_same_bits(
+    head_dims: tuple[int, int], options: dict[str, Any]
+) -> None:
+    """Each SM runs several thread blocks, and those of a head wait for each other's dq."""
+    rng, (dim, dim_v), options = np.random.default_rng(8), head_dims, dict(options)
+    shapes = {"q": (1, 2030, 12, dim), "k": (1, 2100, 6, dim), "v": (1, 2100, 6, dim_v)}
+    shapes["dout"] = (1, 2030, 12, dim_v)
+    arrays = {n: rng.standard_normal(x).astype(DTYPES["bfloat16"]) for n, x in shapes.items()}
+    dout, wrt = arrays.pop("dout"), options.pop("wrt", None)
+    call = GradientCall(ModifiedCall("dense", "bfloat16", arrays, options), dout, wrt=wrt)
+    found = call.run(cupy, family="mma")
+    check_gradients(call, found)
+    for _ in range(20):
+        for name, gradient in call.run(cupy, family="mma").items():
+            np.testing.assert_array_equal(gradient.view(np.uint8), found[name].view(np.uint8))

@@ -111,6 +111,11 @@ def flash_attention_backward(
     >>> dv[0, :, 0, 0].round(3)
     array([2.083, 1.083, 0.583, 0.25 ], dtype=float32)
     """
+    arguments = GradientArguments(q, k, v, out, dout, lse, dlse, dq, dk, dv)
+    if not modifications and wrt is grad_dtype is family is tile is None and backend == "auto":
+        result = dispatch_backward.repeated(arguments, causal, softmax_scale, q_offset, layout)
+        if result is not None:
+            return result
     options = Options(
         "dense",
         causal,
@@ -123,7 +128,6 @@ def flash_attention_backward(
         wrt=dispatch_backward.wanted(wrt, modifications),
         grad_dtype=named_dtype(grad_dtype),
     )
-    arguments = GradientArguments(q, k, v, out, dout, lse, dlse, dq, dk, dv)
     return dispatch_backward.gradients(arguments, options, backend, modifications)
 
 

@@ -56,6 +56,8 @@ class FakeArray:
         self.shape = tuple(shape)
         steps = np.cumprod([self.itemsize, *self.shape[:0:-1]]).tolist()[::-1] if shape else []
         self.strides = tuple(steps) if strides is None else strides
+        lengths = zip(self.shape, steps, self.strides, strict=True)
+        self._c_contiguous = 0 in self.shape or all(n == 1 or a == b for n, a, b in lengths)
         if data is None and address is None:
             address = FakeArray.new_address()
         self.data = data or SimpleNamespace(ptr=address, device_id=device)
@@ -71,8 +73,7 @@ class FakeArray:
 
     @property
     def flags(self) -> SimpleNamespace:
-        contiguous = FakeArray(self.shape, self.dtype, address=0).strides
-        return SimpleNamespace(c_contiguous=self.strides == contiguous)
+        return SimpleNamespace(c_contiguous=self._c_contiguous)
 
     @property
     def itemsize(self) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cupy_flash.calls import dispatch_backward
 from cupy_flash.calls.arguments import GradientArguments
+from cupy_flash.calls.gpu import repeated_gradients
 from cupy_flash.calls.options import Options
 from cupy_flash.problem.tile import TileRequest, freeze_tile
 from cupy_flash.problem.values import named_dtype
@@ -111,9 +112,14 @@ def flash_attention_backward(
     >>> dv[0, :, 0, 0].round(3)
     array([2.083, 1.083, 0.583, 0.25 ], dtype=float32)
     """
-    arguments = GradientArguments(q, k, v, out, dout, lse, dlse, dq, dk, dv)
-    if not modifications and wrt is grad_dtype is family is tile is None and backend == "auto":
-        result = dispatch_backward.repeated(arguments, causal, softmax_scale, q_offset, layout)
+    if (
+        dlse is wrt is dq is dk is dv is grad_dtype is family is tile is None
+        and backend == "auto"
+        and not modifications
+    ):
+        result = repeated_gradients.run(
+            q, k, v, out, dout, lse, causal, softmax_scale, q_offset, layout
+        )
         if result is not None:
             return result
     options = Options(
@@ -128,6 +134,7 @@ def flash_attention_backward(
         wrt=dispatch_backward.wanted(wrt, modifications),
         grad_dtype=named_dtype(grad_dtype),
     )
+    arguments = GradientArguments(q, k, v, out, dout, lse, dlse, dq, dk, dv)
     return dispatch_backward.gradients(arguments, options, backend, modifications)
 
 

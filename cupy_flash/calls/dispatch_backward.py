@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ from cupy_flash.arrays.numpy_errors import ignore_fp_errors
 from cupy_flash.arrays.strided import (
     array_module,
     as_cupy,
-    is_cupy_type,
     require_axes,
     require_batch_axes,
     require_float,
@@ -32,9 +30,8 @@ from cupy_flash.calls.backends import require_backend
 from cupy_flash.calls.check.gradients import require_grad_dtype
 from cupy_flash.calls.dispatch import Computation, as_planned, plan_of, run
 from cupy_flash.calls.gpu.backward import GRADIENTS
-from cupy_flash.calls.gpu import prepared_calls
 from cupy_flash.calls.host import backward as host_backward
-from cupy_flash.calls.options import INTEGER_OR_NONE, Options, plain_options
+from cupy_flash.calls.options import Options
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.gradient import OF_MOD, ROWS
 
@@ -114,43 +111,6 @@ def gradients(
         index, results = options.wrt.index("sinks"), list(results)
         results[index] = _as_sinks(results[index], modifications["sinks"])
     return tuple(results)
-
-
-def repeated(
-    arguments: GradientArguments,
-    causal: bool,
-    softmax_scale: float | None,
-    q_offset: int | None,
-    layout: str,
-) -> tuple[Any, ...] | None:
-    """Return the gradients of q, k and v of a dense call without modifications.
-
-    This is the fast path of `gradients`, whose other options have their defaults. The result is
-    None unless all arrays are CuPy arrays and the options are Python values.
-    """
-    if not (
-        is_cupy_type(arguments.q.__class__)
-        and causal.__class__ is bool
-        and softmax_scale.__class__ in _NUMBER_OR_NONE
-        and q_offset.__class__ in INTEGER_OR_NONE
-        and layout.__class__ is str
-    ):
-        return None
-    options = _dense_options(causal, softmax_scale, q_offset, layout)
-    results = prepared_calls.run(GRADIENTS, arguments, options, 0, True)
-    return None if results is None else tuple(results)
-
-
-_NUMBER_OR_NONE = (type(None), float, int)
-
-
-# Options take 1 us to create and check, so those of recent calls are kept.
-@functools.lru_cache(maxsize=1024, typed=True)
-def _dense_options(*values: Any) -> Options:
-    """Return the options of a dense call that computes the gradients of q, k and v."""
-    causal, softmax_scale, q_offset, layout = values
-    options = Options("dense", causal, softmax_scale, True, wrt=ROWS)
-    return plain_options(options._replace(q_offset=q_offset, layout=layout))
 
 
 @ignore_fp_errors

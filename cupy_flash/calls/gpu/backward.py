@@ -85,7 +85,8 @@ class Call:
         `arguments` is used only for the arrays that gradients are written to, and for those that
         the block mask is built from.
         """
-        self.overlap_check.check(addresses)
+        if self.overlap_check.pairs:
+            self.overlap_check.check(addresses)
         # Passing the device saves CuPy the look-up of the current device.
         stream = cupy_module().cuda.get_current_stream(self.device).ptr
         queue = None if self.uses_torch else shared(0, self.device, stream)

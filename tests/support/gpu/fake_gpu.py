@@ -16,7 +16,7 @@ import pytest
 from cupy_flash.arrays import jax_arrays, strided, torch_arrays
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.check.modifications import UserMods
-from cupy_flash.calls.gpu import allocate, prepared_calls, torch_autograd
+from cupy_flash.calls.gpu import allocate, prepared_calls, repeated_gradients, torch_autograd
 from cupy_flash.calls.gpu import backward as gpu_backward
 from cupy_flash.calls.gpu import forward as gpu_forward
 from cupy_flash.calls.host import forward as host_forward
@@ -102,6 +102,12 @@ class FakeArray:
         strides = (*self.strides[:-3], *self.strides[-2:])
         address = self.data.ptr + part * self.strides[-3]
         return FakeArray(shape, self.dtype, strides=strides, address=address)
+
+    def swapaxes(self, one: int, other: int) -> FakeArray:
+        order = list(range(self.ndim))
+        order[one], order[other] = order[other], order[one]
+        shape, strides = ([values[i] for i in order] for values in (self.shape, self.strides))
+        return FakeArray(tuple(shape), self.dtype, self.data, tuple(strides))
 
     def copy(self, order: str) -> FakeArray:
         assert order == "C"
@@ -327,12 +333,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(launch, "_launch_function", lambda: launch_kernel)
     users = (prepared_calls, gpu_forward, gpu_backward, torch_autograd, allocate, block_masks)
-    for module in users:
+    for module in (*users, repeated_gradients):
         monkeypatch.setattr(module, "cupy_module", lambda: fake)
     for module in (torch_arrays, jax_arrays):
         monkeypatch.setattr(module, "_cupy", lambda: fake)
     monkeypatch.setattr(torch_arrays, "_thread_state", torch_arrays._ThreadState())
-    monkeypatch.setattr(prepared_calls, "_calls", {})
+    for module in (prepared_calls, repeated_gradients):
+        monkeypatch.setattr(module, "_calls", {})
     monkeypatch.setattr(prepared_calls, "device_for_id", lambda _: device_for_arch("sm_90"))
     for module in (gpu_forward, gpu_backward):
         monkeypatch.setattr(module, "shared", gpu.shared)

@@ -161,7 +161,11 @@ def _allocations(
     else:
         offsets = itertools.accumulate(padded, initial=0)
         parts = [(offset, *array) for offset, array in zip(offsets, wanted, strict=False)]
-        if workspace and total + workspace <= _MOST_TOGETHER and workspace <= _MOST_TIMES * smallest:
+        if (
+            workspace
+            and total + workspace <= _MOST_TOGETHER
+            and workspace <= _MOST_TIMES * smallest
+        ):
             return [(total + workspace, parts, total)]
         result = [(total, parts, None)] if wanted else []
     return [*result, (workspace, [], 0)] if workspace else result

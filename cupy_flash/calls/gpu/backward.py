@@ -170,9 +170,7 @@ def prepare(arguments: GradientArguments, options: Options, context: Context) ->
         for index, name in enumerate(options.wrt)
     ]
     return Call(
-        allocate=result_allocator(
-            new, uses_torch=context.uses_torch, workspace=plan.workspace
-        ),
+        allocate=result_allocator(new, uses_torch=context.uses_torch, workspace=plan.workspace),
         given=tuple(given.items()),
         overlap_check=overlap_check,
         uses_torch=context.uses_torch,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from cupy_flash.arrays.strided import is_cupy_type
 from cupy_flash.calls.arguments import GradientArguments
 from cupy_flash.calls.gpu import prepared_calls
 from cupy_flash.calls.gpu.backward import GRADIENTS, Call
@@ -45,6 +46,9 @@ def run(
         Gradients. None unless all arrays are CuPy arrays on the current device whose addresses are
         multiples of 16 bytes, and the options have the types of their annotations.
     """
+    # This check comes first, because calls of other arrays must not import CuPy.
+    if not is_cupy_type(q.__class__):
+        return None
     cupy = cupy_module()
     array = cupy.ndarray
     # Loops over the arrays would take 0.6 us more than naming each of them.

@@ -10,7 +10,7 @@ import pytest
 from support.gpu import fake_gpu
 from support.gpu.fake_gpu import FakeArray, FakeGpu
 
-from cupy_flash import flash_attention_backward
+from cupy_flash import flash_attention, flash_attention_backward
 from cupy_flash.calls.gpu import repeated_gradients
 from cupy_flash.families.params import _params_dtype
 from cupy_flash.planning import tuning
@@ -218,3 +218,10 @@ def test_the_number_of_calls_that_are_kept_is_limited(
     for offset in range(8):
         backward(arrays, causal=True, q_offset=offset)
         assert 1 <= len(repeated_gradients._calls) <= 3
+
+
+def test_host_arrays_do_not_import_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeated_gradients, "cupy_module", None)
+    q = np.ones((1, 4, 2, 8), np.float32)
+    out, lse = flash_attention(q, q, q, return_lse=True)
+    assert len(flash_attention_backward(q, q, q, q, out, lse)) == 3

@@ -113,7 +113,8 @@ def flash_attention_backward(
     array([2.083, 1.083, 0.583, 0.25 ], dtype=float32)
     """
     if (
-        dlse is wrt is dq is dk is dv is grad_dtype is family is tile is None
+        (dlse is None and wrt is None and dq is None and dk is None and dv is None)
+        and (grad_dtype is None and family is None and tile is None)
         and backend == "auto"
         and not modifications
     ):

@@ -129,7 +129,7 @@ def _array_maker() -> Callable[[tuple[int, ...], np.dtype, Any], Any]:
     # longer. A CuPy without the private method is used through the constructor.
     new, initialize = base.__new__, getattr(base, "_init", None)
     if initialize is None:
-        return ndarray  # type: ignore[no-any-return]
+        return ndarray
 
     def make_array(shape: tuple[int, ...], dtype: np.dtype, memory: Any) -> Any:
         array = new(ndarray)

@@ -57,14 +57,27 @@ def may_be_transformed() -> bool:
     This is the case while a torch.func transform, a forward-mode level, a dispatch mode or
     torch.jit.trace is active.
     """
-    torch = sys.modules["torch"]
-    private = torch._C
-    # Takes 0.15 us. If torch lacks `_current_level`, a level counts as active.
+    forward_ad, top_interpreter, dispatch_modes, tracing_state = _transform_state()
+    # If torch lacks `_current_level`, a level counts as active.
     return bool(
-        getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
-        or private._functorch.peek_interpreter_stack() is not None
-        or private._len_torch_dispatch_stack()
-        or private._get_tracing_state() is not None
+        getattr(forward_ad, "_current_level", 0) >= 0
+        or top_interpreter() is not None
+        or dispatch_modes()
+        or tracing_state() is not None
+    )
+
+
+@functools.cache
+def _transform_state() -> tuple[Any, ...]:
+    """Return torch's module of forward-mode levels, and functions that return other states."""
+    import torch
+
+    private = torch._C
+    return (
+        torch.autograd.forward_ad,
+        private._functorch.peek_interpreter_stack,
+        private._len_torch_dispatch_stack,
+        private._get_tracing_state,
     )
 
 
@@ -242,6 +255,11 @@ def two_streams(tensor: Any) -> tuple[int, int] | None:
     if ours == theirs or device != cuda.runtime.getDevice():
         return None
     return theirs, ours
+
+
+def current_stream(device: int) -> int:
+    """Return the handle of torch's current stream on a device."""
+    return _torch_stream()(device)
 
 
 class _TorchStream(NamedTuple):

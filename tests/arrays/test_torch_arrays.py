@@ -132,7 +132,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> fake_gpu.FakeGpu:
     )
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(torch_arrays, "_one_of_cupy", lambda itemsize: Tensor(fake, (), None))
-    for name in ("_dtypes", "_plain_types", "_torch_dtypes", "_torch_stream"):
+    for name in ("_dtypes", "_plain_types", "_torch_dtypes", "_torch_stream", "_transform_state"):
         monkeypatch.setattr(torch_arrays, name, getattr(torch_arrays, name).__wrapped__)
     return fake
 
@@ -419,6 +419,31 @@ def test_what_is_not_as_recorded_is_left_to_the_usual_way(gpu):
     assert gradients(saved) is None
     q.is_cuda = False
     assert torch_autograd.run(arrays, call.options) is None
+
+
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+def test_both_passes_of_autograd_run_on_the_stream_of_torch(gpu, kind):
+    gpu.is_grad_enabled = False
+    gpu.stream, gpu.theirs = OURS, THEIRS
+    call, _, inputs = calls(gpu, kind)
+    call.run(inputs)
+    gpu.forget()
+    results, found = torch_autograd.run(inputs + call.following_arrays, call.options)
+    record = torch_autograd.record(found, results)
+    dout = Tensor(gpu, results[0].shape, "float16")
+    saved = (*inputs, *results, *(x for x in call.lengths if x is not None))
+    for _ in range(2):
+        new = torch_autograd.gradients(record, saved, dout, None, (True, True, True))
+        assert all(gradient is not None for gradient in new)
+    assert len(gpu.streams) >= 3
+    assert set(gpu.streams) == {THEIRS}
+    # CuPy's own stream neither waits nor changes.
+    assert gpu.order == []
+    assert gpu.stream == OURS
+    gpu.forget()
+    gpu.theirs = OURS
+    torch_autograd.gradients(record, saved, dout, None, (True, True, True))
+    assert set(gpu.streams) == {OURS}
 
 
 @pytest.mark.parametrize("strides", [None, (2 * 6 * 226, 6 * 226, 226, 2)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,22 +74,30 @@ class Call:
     cleared: tuple[int, ...]
     block_mask_key: BlockMaskKey | None = None
 
+    @functools.cached_property
+    def only_launches(self) -> bool:
+        """Whether the call runs on any stream that it is given, not only on CuPy's current one."""
+        return not self.cleared and self.block_mask_key is None
+
     def run(
         self,
         arguments: Any,
         addresses: tuple[int, ...],
         _keys: int = 0,
         user_mods: UserMods = NO_USER_MODS,
+        stream: int | None = None,
     ) -> list[Any]:
         """Enqueue the launches for arrays at these addresses; return the gradients.
 
         `arguments` is used only for the arrays that gradients are written to, and for those that
-        the block mask is built from.
+        the block mask is built from. `stream` is the handle of a stream of the current device, if
+        `only_launches`; by default that of CuPy's current stream.
         """
         if self.overlap_check.pairs:
             self.overlap_check.check(addresses)
-        # Passing the device saves CuPy the look-up of the current device.
-        stream = cupy_module().cuda.get_current_stream(self.device).ptr
+        if stream is None:
+            # Passing the device saves CuPy the look-up of the current device.
+            stream = cupy_module().cuda.get_current_stream(self.device).ptr
         queue = None if self.uses_torch else shared(0, self.device, stream)
         arrays, new_addresses = self.allocate()
         # `_memory` is referenced until the launches are enqueued; then the pool may reuse it.

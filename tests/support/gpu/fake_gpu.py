@@ -206,10 +206,10 @@ class FakeKernel(NamedTuple):
 
 def launch_kernel(call: Any, *numbers_and_arguments: Any) -> None:
     """Launch a fake kernel with the arguments of the driver's launch function."""
-    *numbers, _, arguments, extra = numbers_and_arguments
+    *numbers, stream, arguments, extra = numbers_and_arguments
     grid, block, shared_memory = numbers[:3], numbers[3:6], numbers[6]
     assert extra == 0
-    call(grid, block, arguments, shared_memory)
+    call(grid, block, arguments, shared_memory, stream)
 
 
 class FakeGpu:
@@ -269,9 +269,15 @@ class FakeGpu:
         return {entry: self._kernel(entry, is_of_maps) for entry in unit.entries}
 
     def _kernel(self, entry: str, is_of_maps: bool) -> Any:
-        def launch(grid: Any, block: Any, arguments: Any, shared_memory: int = 0) -> None:
+        def launch(
+            grid: Any,
+            block: Any,
+            arguments: Any,
+            shared_memory: int = 0,
+            stream: int | None = None,
+        ) -> None:
             assert min(*grid, *block) > 0
-            self.streams.append(self.stream)
+            self.streams.append(self.stream if stream is None else stream)
             *maps, memory = arguments
             self.structs.append(bytes(memory))
             if is_of_maps:

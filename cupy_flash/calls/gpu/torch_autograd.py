@@ -48,17 +48,20 @@ class Recorded(NamedTuple):
         Prepared forward call, which also keeps the prepared backward calls.
     options
         Options of the call, as Python values.
-    array_keys, addresses
-        Array keys and addresses of the call's arrays, see `prepared_calls.find_array_keys`.
+    strides, addresses
+        Strides and addresses of q, k and v.
     result_addresses
         Addresses of out and lse.
+    length_addresses
+        Addresses of the lengths of a varlen call, 0 for each that is not given. Empty if dense.
     """
 
     call: gpu_forward.Call
     options: Options
-    array_keys: tuple[Any, ...]
+    strides: tuple[Any, Any, Any]
     addresses: tuple[int, ...]
     result_addresses: tuple[int, int]
+    length_addresses: tuple[int, ...]
 
 
 def run(arrays: tuple[Any, ...], options: Options) -> tuple[tuple[Any, Any], Any] | None:
@@ -101,8 +104,15 @@ def record(result: Any, results: tuple[Any, Any]) -> Recorded:
     """Return the record of a call that `run` has made."""
     key, call, addresses = result
     out, lse = results
-    _, array_keys, options, _, _ = key
-    return Recorded(call, options, array_keys, addresses, (out.data_ptr(), lse.data_ptr()))
+    _, (q, k, v, *_), options, _, _ = key
+    return Recorded(
+        call,
+        options,
+        (q[STRIDES], k[STRIDES], v[STRIDES]),
+        addresses[_ROWS],
+        (out.data_ptr(), lse.data_ptr()),
+        addresses[_LENGTHS],
+    )
 
 
 def _run(call: Any, tensor: Any, arrays: Any, addresses: tuple[int, ...]) -> Any:
@@ -137,20 +147,16 @@ def gradients(
         Gradients, None where not needed. The result is None instead of a list if the arrays are not
         the recorded ones, or not plain tensors on the current device.
     """
-    call, _, array_keys, addresses, result_addresses = recorded
+    call, _, strides, addresses, result_addresses, length_addresses = recorded
     q, k, v, out, lse, *lengths = saved
-    rows = (q.data_ptr(), k.data_ptr(), v.data_ptr())
+    # Saved-tensor hooks may have restored a tensor at another address, or with other strides.
     if (
         dout is None
         or (out.data_ptr(), lse.data_ptr()) != result_addresses
-        or rows != addresses[_ROWS]
+        or (q.data_ptr(), k.data_ptr(), v.data_ptr()) != addresses
+        or (q.stride(), k.stride(), v.stride()) != strides
     ):
         return None
-    # Saved-tensor hooks may have restored a tensor at the same address, but with other strides.
-    q_key, k_key, v_key = array_keys[_ROWS]
-    if q.stride() != q_key[STRIDES] or k.stride() != k_key[STRIDES] or v.stride() != v_key[STRIDES]:
-        return None
-    length_addresses = addresses[_LENGTHS]
     # A dense call has no lengths, so it saves the 0.2 us of two comprehensions.
     if length_addresses and [x.data_ptr() for x in lengths] != [
         address for address in length_addresses if address
@@ -175,7 +181,7 @@ def gradients(
             return _prepare_and_run(recorded, saved, (dout, dlse), key)
     gradient_addresses = dout_address, dlse_address
     in_order = in_field_order(
-        *(rows, result_addresses, gradient_addresses, length_addresses or _NO_LENGTHS, 0)
+        *(addresses, result_addresses, gradient_addresses, length_addresses or _NO_LENGTHS, 0)
     )
     new = _run(backward_call, q, (), in_order)
     return new if needed == _ALL_ROWS else _by_input(new, needed)
@@ -193,7 +199,7 @@ def _prepare_and_run(
         return None
     q, k, v, out, lse, *given = saved
     left = iter(given)
-    length_addresses = recorded.addresses[_LENGTHS] or _NO_LENGTHS
+    length_addresses = recorded.length_addresses or _NO_LENGTHS
     lengths = tuple([next(left) if address else None for address in length_addresses])
     arguments = GradientArguments(*in_field_order((q, k, v), (out, lse), result_gradients, lengths))
     wrt = tuple([name for name, wanted in zip(ROWS, needed, strict=True) if wanted])

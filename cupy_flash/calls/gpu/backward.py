@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,11 +73,6 @@ class Call:
     cleared: tuple[int, ...]
     block_mask_key: BlockMaskKey | None = None
 
-    @functools.cached_property
-    def only_launches(self) -> bool:
-        """Whether the call runs on any stream that it is given, not only on CuPy's current one."""
-        return not self.cleared and self.block_mask_key is None
-
     def run(
         self,
         arguments: Any,
@@ -90,8 +84,9 @@ class Call:
         """Enqueue the launches for arrays at these addresses; return the gradients.
 
         `arguments` is used only for the arrays that gradients are written to, and for those that
-        the block mask is built from. `stream` is the handle of a stream of the current device, if
-        `only_launches`; by default that of CuPy's current stream.
+        the block mask is built from. `stream` is the handle of the stream, by default that of
+        CuPy's current stream. It may be another one only if no gradient is cleared and no block
+        mask is built.
         """
         if self.overlap_check.pairs:
             self.overlap_check.check(addresses)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -116,24 +115,10 @@ class Call:
     uses_torch: bool = False
     backward_calls: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
-    @functools.cached_property
-    def only_launches(self) -> bool:
-        """Whether the call runs on any stream that it is given, not only on CuPy's current one."""
-        return self.append is None and not self.fills_results and self.block_mask_key is None
-
     def run(
-        self,
-        arguments: Arguments,
-        addresses: tuple[int, ...],
-        keys: int,
-        user_mods: UserMods,
-        stream: int | None = None,
+        self, arguments: Arguments, addresses: tuple[int, ...], keys: int, user_mods: UserMods
     ) -> tuple[Any, Any | None]:
-        """Enqueue the launches for arrays at these addresses; return out and lse.
-
-        `stream` is the handle of a stream of the current device, if `only_launches`; by default
-        that of CuPy's current stream.
-        """
+        """Enqueue the launches for arrays at these addresses; return out and lse."""
         if not 0 <= keys <= self.max_keys:
             require_length("cache_seqlens", keys, self.limits)
         if self.overlap_check.pairs:
@@ -143,9 +128,8 @@ class Call:
             out, out_address = arguments.out, addresses[self.out_index]
         if not self.launches and self.append is None and not self.fills_results:
             return out, lse
-        if stream is None:
-            # Passing the device saves CuPy the look-up of the current device.
-            stream = cupy_module().cuda.get_current_stream(self.device).ptr
+        # Passing the device saves CuPy the look-up of the current device.
+        stream = cupy_module().cuda.get_current_stream(self.device).ptr
         queue = None
         if self.counters or self.scratch:
             queue = shared(self.counters, self.device, stream)

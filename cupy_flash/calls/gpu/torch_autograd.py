@@ -97,7 +97,13 @@ def run(arrays: tuple[Any, ...], options: Options) -> tuple[tuple[Any, Any], Any
     _, call, addresses = result
     if call is None:
         return None
-    return _run(call, arrays[0], _NO_ARRAYS, addresses), result
+    arguments = _NO_ARRAYS, addresses, 0, NO_USER_MODS
+    # This takes 0.5 us less than `two_streams`, and entering a null context would take 0.3 us.
+    ours = cupy_module().cuda.get_current_stream(call.device).ptr
+    if current_stream(call.device) == ours:
+        return call.run(*arguments), result
+    with on_stream_of(arrays[0]):
+        return call.run(*arguments), result
 
 
 def record(result: Any, results: tuple[Any, Any]) -> Recorded:
@@ -113,15 +119,6 @@ def record(result: Any, results: tuple[Any, Any]) -> Recorded:
         (out.data_ptr(), lse.data_ptr()),
         addresses[_LENGTHS],
     )
-
-
-def _run(call: Any, tensor: Any, arrays: Any, addresses: tuple[int, ...]) -> Any:
-    """Return the results of a prepared call on torch's current stream of the tensor's device."""
-    if call.only_launches:
-        # Making the stream CuPy's current one, or comparing the two, would take 1 us longer.
-        return call.run(arrays, addresses, 0, NO_USER_MODS, current_stream(call.device))
-    with on_stream_of(tensor):
-        return call.run(arrays, addresses, 0, NO_USER_MODS)
 
 
 def gradients(
@@ -183,7 +180,13 @@ def gradients(
     in_order = in_field_order(
         *(addresses, result_addresses, gradient_addresses, length_addresses or _NO_LENGTHS, 0)
     )
-    new = _run(backward_call, q, (), in_order)
+    if backward_call.cleared:
+        # CuPy clears gradients on its own current stream.
+        with on_stream_of(q):
+            new = backward_call.run((), in_order)
+    else:
+        stream = current_stream(backward_call.device)
+        new = backward_call.run((), in_order, 0, NO_USER_MODS, stream)
     return new if needed == _ALL_ROWS else _by_input(new, needed)
 
 

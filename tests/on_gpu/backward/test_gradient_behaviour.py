@@ -203,8 +203,8 @@ def test_repeated_calls_use_the_allocator_that_is_current() -> None:
 
     with cupy.cuda.using_allocator(alloc):
         gradients = flash_attention_backward(dout, q, k, v, out, lse)
-    # One allocation holds the gradients and the workspace.
-    assert len(sizes) == 1
+    # One allocation holds the gradients, and also the workspace unless it is much larger.
+    assert 1 <= len(sizes) <= 2
     assert_equal_bits(gradients, first)
     assert all(gradient.flags.owndata and gradient.base is None for gradient in gradients)
     gradients[0][...] = 7

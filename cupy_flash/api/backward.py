@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cupy_flash.calls import dispatch_backward
 from cupy_flash.calls.arguments import GradientArguments
+from cupy_flash.calls.gpu import repeated_gradients
 from cupy_flash.calls.options import Options
 from cupy_flash.problem.tile import TileRequest, freeze_tile
 from cupy_flash.problem.values import named_dtype
@@ -111,6 +112,17 @@ def flash_attention_backward(
     >>> dv[0, :, 0, 0].round(3)
     array([2.083, 1.083, 0.583, 0.25 ], dtype=float32)
     """
+    if (
+        (dlse is None and wrt is None and dq is None and dk is None and dv is None)
+        and (grad_dtype is None and family is None and tile is None)
+        and backend == "auto"
+        and not modifications
+    ):
+        result = repeated_gradients.run(
+            q, k, v, out, dout, lse, causal, softmax_scale, q_offset, layout
+        )
+        if result is not None:
+            return result
     options = Options(
         "dense",
         causal,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 import threading
 from collections.abc import Callable
@@ -57,14 +58,27 @@ def may_be_transformed() -> bool:
     This is the case while a torch.func transform, a forward-mode level, a dispatch mode or
     torch.jit.trace is active.
     """
-    torch = sys.modules["torch"]
-    private = torch._C
-    # Takes 0.15 us. If torch lacks `_current_level`, a level counts as active.
+    forward_ad, top_interpreter, dispatch_modes, tracing_state = _transform_state()
+    # If torch lacks `_current_level`, a level counts as active.
     return bool(
-        getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
-        or private._functorch.peek_interpreter_stack() is not None
-        or private._len_torch_dispatch_stack()
-        or private._get_tracing_state() is not None
+        getattr(forward_ad, "_current_level", 0) >= 0
+        or top_interpreter() is not None
+        or dispatch_modes()
+        or tracing_state() is not None
+    )
+
+
+@functools.cache
+def _transform_state() -> tuple[Any, ...]:
+    """Return torch's module of forward-mode levels, and functions that return other states."""
+    import torch
+
+    private = torch._C
+    return (
+        torch.autograd.forward_ad,
+        private._functorch.peek_interpreter_stack,
+        private._len_torch_dispatch_stack,
+        private._get_tracing_state,
     )
 
 
@@ -201,22 +215,29 @@ def tensor_types() -> tuple[Any, ...]:
     return () if sys.modules.get("torch") is None else _plain_types()
 
 
-def _one_of_cupy(itemsize: int) -> Any:
-    """Return a tensor with one integer on the current device, in memory of CuPy's pool."""
+def _without_memory(shape: tuple[int, ...], itemsize: int) -> Any:
+    """Return a C-contiguous tensor of integers on the current device that must not be accessed.
+
+    Its address is that of a single element, in memory of CuPy's pool.
+    """
     import torch
 
-    return torch.from_dlpack(_cupy().zeros((), f"int{8 * itemsize}"))
+    dtype = f"int{8 * itemsize}"
+    element = _cupy().zeros((), dtype)
+    # The strides of empty arrays are those that torch gives them.
+    steps = [math.prod(max(n, 1) for n in shape[axis:]) for axis in range(1, len(shape) + 1)]
+    strides = tuple(itemsize * step for step in steps)
+    return torch.from_dlpack(_cupy().ndarray(shape, dtype, element.data, strides))
 
 
 def tensor_maker(shape: tuple[int, ...], dtype: np.dtype) -> Callable[[], Any]:
     """Return a function that allocates C-contiguous tensors on torch's current stream."""
     import torch
 
-    # empty_like() of one expanded element is 2 us faster than empty() with a shape and strides. The
-    # element is in CuPy's memory, because torch's CUDA graph trees count allocations of torch.
-    one = _one_of_cupy(dtype.itemsize).view(_torch_dtypes()[dtype])
-    contiguous = torch.contiguous_format
-    return functools.partial(torch.empty_like, one.expand(shape), memory_format=contiguous)
+    # empty_like() is 2 us faster than empty() with a shape and strides. The tensor that it takes
+    # the shape from has no memory of torch, because torch's CUDA graph trees count allocations.
+    like = _without_memory(shape, dtype.itemsize).view(_torch_dtypes()[dtype])
+    return functools.partial(torch.empty_like, like)
 
 
 def new_bytes(size: int) -> Any:
@@ -242,6 +263,11 @@ def two_streams(tensor: Any) -> tuple[int, int] | None:
     if ours == theirs or device != cuda.runtime.getDevice():
         return None
     return theirs, ours
+
+
+def current_stream(device: int) -> int:
+    """Return the handle of torch's current stream on a device."""
+    return _torch_stream()(device)
 
 
 class _TorchStream(NamedTuple):

@@ -78,14 +78,10 @@ class Tensor:
         place = {"address": self._address, "strides": self._strides}
         return Tensor(self._gpu, self.shape, self.dtype, **place)
 
-    def expand(self, shape: tuple[int, ...]) -> Tensor:
-        return Tensor(self._gpu, shape, self.dtype, strides=(0,) * len(shape))
-
     def view(self, dtype: str) -> Tensor:
         return Tensor(self._gpu, self.shape, dtype)
 
-    def new(self, memory_format: str) -> Tensor:
-        assert memory_format == "contiguous"
+    def new(self) -> Tensor:
         return Tensor(self._gpu, self.shape, self.dtype)
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -118,7 +114,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> fake_gpu.FakeGpu:
     torch = SimpleNamespace(
         Tensor=Tensor,
         strided="strided",
-        contiguous_format="contiguous",
         empty_like=Tensor.new,
         full=lambda shape, value, *, dtype, device: Tensor(fake, shape, dtype, filled=value),
         from_dlpack=lambda array: Tensor(
@@ -131,8 +126,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> fake_gpu.FakeGpu:
         **{name: name for name in DTYPES},
     )
     monkeypatch.setitem(sys.modules, "torch", torch)
-    monkeypatch.setattr(torch_arrays, "_one_of_cupy", lambda itemsize: Tensor(fake, (), None))
-    for name in ("_dtypes", "_plain_types", "_torch_dtypes", "_torch_stream"):
+    monkeypatch.setattr(
+        torch_arrays, "_without_memory", lambda shape, itemsize: Tensor(fake, shape, None)
+    )
+    for name in ("_dtypes", "_plain_types", "_torch_dtypes", "_torch_stream", "_transform_state"):
         monkeypatch.setattr(torch_arrays, name, getattr(torch_arrays, name).__wrapped__)
     return fake
 
@@ -197,8 +194,8 @@ def test_the_workspace_of_a_call_of_tensors_is_torchs_memory(gpu):
     tensors = {name: Tensor(gpu, (1, n, 1, 64), "float16") for name, n in LENGTHS.items()}
     new = sys.modules["torch"].empty_like
 
-    def empty_like(tensor: Tensor, memory_format: str) -> Tensor:
-        made.append(new(tensor, memory_format))
+    def empty_like(tensor: Tensor) -> Tensor:
+        made.append(new(tensor))
         return made[-1]
 
     sys.modules["torch"].empty_like = empty_like
@@ -319,10 +316,12 @@ def test_rotary_tables_of_torch_whose_rows_lie_apart_differently_are_copied(gpu)
 @pytest.mark.parametrize("shape", [(2, 5, 3, 4), (1, 1, 1, 1), (2, 0, 1, 3)])
 def test_torch_makes_contiguous_tensors(name, shape, monkeypatch):
     torch = pytest.importorskip("torch")
-    integers = {2: torch.int16, 4: torch.int32}
-    monkeypatch.setattr(
-        torch_arrays, "_one_of_cupy", lambda itemsize: torch.zeros((), dtype=integers[itemsize])
-    )
+
+    def ndarray(shape: Any, dtype: str, _: Any, strides: Any) -> np.ndarray:
+        return np.ndarray(shape, dtype, bytearray(4096), strides=strides)
+
+    cupy = SimpleNamespace(zeros=np.zeros, ndarray=ndarray)
+    monkeypatch.setattr(torch_arrays, "_cupy", lambda: cupy)
     make = torch_arrays.tensor_maker(shape, np.dtype(name))
     new, other = make(), make()
     assert (tuple(new.shape), new.dtype) == (shape, getattr(torch, name))
@@ -419,6 +418,31 @@ def test_what_is_not_as_recorded_is_left_to_the_usual_way(gpu):
     assert gradients(saved) is None
     q.is_cuda = False
     assert torch_autograd.run(arrays, call.options) is None
+
+
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+def test_both_passes_of_autograd_run_on_the_stream_of_torch(gpu, kind):
+    gpu.is_grad_enabled = False
+    gpu.stream, gpu.theirs = OURS, THEIRS
+    call, _, inputs = calls(gpu, kind)
+    call.run(inputs)
+    gpu.forget()
+    results, found = torch_autograd.run(inputs + call.following_arrays, call.options)
+    record = torch_autograd.record(found, results)
+    dout = Tensor(gpu, results[0].shape, "float16")
+    saved = (*inputs, *results, *(x for x in call.lengths if x is not None))
+    for _ in range(2):
+        new = torch_autograd.gradients(record, saved, dout, None, (True, True, True))
+        assert all(gradient is not None for gradient in new)
+    assert len(gpu.streams) >= 3
+    assert set(gpu.streams) == {THEIRS}
+    # CuPy's own stream neither waits nor changes.
+    assert gpu.order == []
+    assert gpu.stream == OURS
+    gpu.forget()
+    gpu.theirs = OURS
+    torch_autograd.gradients(record, saved, dout, None, (True, True, True))
+    assert set(gpu.streams) == {OURS}
 
 
 @pytest.mark.parametrize("strides", [None, (2 * 6 * 226, 6 * 226, 226, 2)])

@@ -68,12 +68,28 @@ def new_torch_memory(size: int) -> tuple[Any, int]:
     return tensor, tensor.data_ptr()
 
 
-def result_allocator(specs: Sequence[ResultSpec | None], *, uses_torch: bool) -> ResultAllocator:
-    """Return a function that allocates C-contiguous torch tensors or CuPy arrays of these specs."""
+def result_allocator(
+    specs: Sequence[ResultSpec | None], *, uses_torch: bool, workspace: int | None = None
+) -> ResultAllocator:
+    """Return a function that allocates C-contiguous torch tensors or CuPy arrays of these specs.
+
+    Parameters
+    ----------
+    specs
+        Shape and dtype of each result, or None for a result that is not requested.
+    uses_torch
+        Whether torch allocates the results.
+    workspace
+        Size in bytes of a workspace, which is allocated after the results: the object that owns it
+        and its address follow those of the results. None if nothing follows the results.
+    """
     wanted = [(index, *spec) for index, spec in enumerate(specs) if spec is not None]
-    none, nowhere = [None] * len(specs), [0] * len(specs)
+    count = len(specs) + (workspace is not None)
+    none, nowhere = [None] * count, [0] * count
     # The functions below use loops, because a comprehension costs a Python function call.
     if uses_torch:
+        if workspace:
+            wanted.append((len(specs), (workspace,), np.dtype(np.uint8)))
         allocators = [(index, tensor_maker(shape, dtype)) for index, shape, dtype in wanted]
 
         def new_tensors() -> tuple[list[Any], list[int]]:
@@ -85,36 +101,71 @@ def result_allocator(specs: Sequence[ResultSpec | None], *, uses_torch: bool) ->
             return tensors, addresses
 
         return new_tensors
-    ndarray, alloc = cupy_module().ndarray, cupy_module().cuda.alloc
-    groups = _allocations(wanted)
+    make_array, alloc = _array_maker(), cupy_module().cuda.alloc
+    groups = _allocations(wanted, workspace or 0)
 
     def new_arrays() -> tuple[list[Any], list[int]]:
         arrays: list[Any] = none.copy()
         addresses = nowhere.copy()
-        for size, parts in groups:
+        for size, parts, workspace_offset in groups:
             memory = alloc(size)
             address = memory.ptr
             for offset, index, shape, dtype in parts:
                 # `memory + 0` would create a second object for the same address.
                 place = memory + offset if offset else memory
-                arrays[index], addresses[index] = ndarray(shape, dtype, place), address + offset
+                arrays[index], addresses[index] = make_array(shape, dtype, place), address + offset
+            if workspace_offset is not None:
+                arrays[-1], addresses[-1] = memory, address + workspace_offset
         return arrays, addresses
 
     return new_arrays
 
 
+def _array_maker() -> Callable[[tuple[int, ...], np.dtype, Any], Any]:
+    """Return a function that creates a C-contiguous CuPy array of a shape and dtype in memory."""
+    ndarray = cupy_module().ndarray
+    base = ndarray.__base__
+    # The constructor of `ndarray` is a Python-level wrapper of these two methods, and takes 0.4 us
+    # longer. A CuPy without the private method is used through the constructor.
+    new, initialize = base.__new__, getattr(base, "_init", None)
+    if initialize is None:
+        return ndarray
+
+    def make_array(shape: tuple[int, ...], dtype: np.dtype, memory: Any) -> Any:
+        array = new(ndarray)
+        initialize(array, shape, dtype, memory)
+        return array
+
+    return make_array
+
+
+# Size in bytes, the offset, index, shape and dtype of each array, and the offset of the workspace.
+_Allocation = tuple[int, list[tuple[int, int, tuple[int, ...], np.dtype]], int | None]
+
+
 def _allocations(
-    wanted: Sequence[tuple[int, tuple[int, ...], np.dtype]],
-) -> list[tuple[int, list[tuple[int, int, tuple[int, ...], np.dtype]]]]:
-    """Return the size in bytes of each allocation, and its arrays with their offsets.
+    wanted: Sequence[tuple[int, tuple[int, ...], np.dtype]], workspace: int
+) -> list[_Allocation]:
+    """Return the allocations of the arrays, and of a workspace unless its size is 0.
 
     Small arrays of similar size, such as gradients, are placed in one allocation, because each
-    takes 1 us of host time. An array that outlives the others then wastes little memory.
+    takes 1 us of host time. A workspace that is not much larger joins them. An array that outlives
+    the others then wastes little memory.
     """
     sizes = [math.prod(shape) * dtype.itemsize for _, shape, dtype in wanted]
     padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-    if sum(padded) > _MOST_TOGETHER or max(sizes, default=0) > _MOST_TIMES * min(sizes, default=0):
-        return [(size, [(0, *allocation)]) for size, allocation in zip(sizes, wanted, strict=True)]
-    offsets = itertools.accumulate(padded, initial=0)
-    parts = [(offset, *allocation) for offset, allocation in zip(offsets, wanted, strict=False)]
-    return [(sum(padded), parts)] if wanted else []
+    total, smallest = sum(padded), min(sizes, default=0)
+    result: list[_Allocation]
+    if total > _MOST_TOGETHER or max(sizes, default=0) > _MOST_TIMES * smallest:
+        result = [(size, [(0, *array)], None) for size, array in zip(sizes, wanted, strict=True)]
+    else:
+        offsets = itertools.accumulate(padded, initial=0)
+        parts = [(offset, *array) for offset, array in zip(offsets, wanted, strict=False)]
+        if (
+            workspace
+            and total + workspace <= _MOST_TOGETHER
+            and workspace <= _MOST_TIMES * smallest
+        ):
+            return [(total + workspace, parts, total)]
+        result = [(total, parts, None)] if wanted else []
+    return [*result, (workspace, [], 0)] if workspace else result

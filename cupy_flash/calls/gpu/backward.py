@@ -12,9 +12,7 @@ from cupy_flash.calls.check.gradients import check_gradient_call, result_spec
 from cupy_flash.calls.check.modifications import NO_USER_MODS, UserMods
 from cupy_flash.calls.conversions import contiguous_copies, converted, readable_copies
 from cupy_flash.calls.gpu.allocate import (
-    MemoryAllocator,
     ResultAllocator,
-    memory_allocator,
     result_allocator,
 )
 from cupy_flash.calls.gpu.block_masks import block_mask_spec, ready_block_mask
@@ -44,14 +42,13 @@ class Call:
 
     Attributes
     ----------
-    allocate_results
-        Function that allocates, in order, the gradients that no array is given for.
+    allocate
+        Function that allocates, in order, the gradients that no array is given for, and the plan's
+        workspace.
     given
         Index among the gradients, and index among the call's arrays, of each array that is given.
     overlap_check
         Overlap check for all arrays of the call.
-    scratch
-        Function that allocates memory for the plan's workspace, or None.
     uses_torch
         Whether torch allocates that memory. Torch tracks itself which streams use its memory.
     workspace_offsets
@@ -66,10 +63,9 @@ class Call:
         Key of the block mask that the kernels read, or None.
     """
 
-    allocate_results: ResultAllocator
+    allocate: ResultAllocator
     given: tuple[tuple[int, int], ...]
     overlap_check: OverlapCheck
-    scratch: MemoryAllocator | None
     uses_torch: bool
     workspace_offsets: tuple[int, ...]
     device: int
@@ -83,30 +79,36 @@ class Call:
         addresses: tuple[int, ...],
         _keys: int = 0,
         user_mods: UserMods = NO_USER_MODS,
+        stream: int | None = None,
     ) -> list[Any]:
         """Enqueue the launches for arrays at these addresses; return the gradients.
 
         `arguments` is used only for the arrays that gradients are written to, and for those that
-        the block mask is built from.
+        the block mask is built from. `stream` is the handle of the stream, by default that of
+        CuPy's current stream. It may be another one only if no gradient is cleared and no block
+        mask is built.
         """
-        self.overlap_check.check(addresses)
-        # Passing the device saves CuPy the look-up of the current device.
-        stream = cupy_module().cuda.get_current_stream(self.device).ptr
+        if self.overlap_check.pairs:
+            self.overlap_check.check(addresses)
+        if stream is None:
+            # Passing the device saves CuPy the look-up of the current device.
+            stream = cupy_module().cuda.get_current_stream(self.device).ptr
         queue = None if self.uses_torch else shared(0, self.device, stream)
-        arrays, result_addresses = self.allocate_results()
+        arrays, new_addresses = self.allocate()
+        # `_memory` is referenced until the launches are enqueued; then the pool may reuse it.
+        _memory = arrays.pop()
         for index, argument_index in self.given:
-            arrays[index], result_addresses[index] = (
+            arrays[index], new_addresses[index] = (
                 arguments[argument_index],
                 addresses[argument_index],
             )
         for index in self.cleared:
             as_cupy(arrays[index]).fill(0)
-        # `_memory` is referenced until the launches are enqueued; then the pool may reuse it.
-        _memory, scratch = self.scratch() if self.scratch else (None, 0)
         if self.launches:
-            values = (*addresses, *result_addresses, scratch)
+            values = (*addresses, *new_addresses)
             if self.workspace_offsets:
-                values += tuple([scratch + offset for offset in self.workspace_offsets])
+                workspace = new_addresses[-1]
+                values += tuple([workspace + offset for offset in self.workspace_offsets])
             ready = None
             if self.block_mask_key is not None:
                 assert user_mods.mask_mod is not None
@@ -172,10 +174,9 @@ def prepare(arguments: GradientArguments, options: Options, context: Context) ->
         for index, name in enumerate(options.wrt)
     ]
     return Call(
-        allocate_results=result_allocator(new, uses_torch=context.uses_torch),
+        allocate=result_allocator(new, uses_torch=context.uses_torch, workspace=plan.workspace),
         given=tuple(given.items()),
         overlap_check=overlap_check,
-        scratch=memory_allocator(plan.workspace, uses_torch=context.uses_torch),
         uses_torch=context.uses_torch,
         workspace_offsets=tuple(offsets.values()),
         device=device,

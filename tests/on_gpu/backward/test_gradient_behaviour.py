@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 from typing import Any
 
 import numpy as np
@@ -198,6 +199,65 @@ def test_passes_on_streams_that_run_at_once_do_not_disturb_each_other(kernel: Ke
     cupy.cuda.Device().synchronize()
     for gradients in found:
         assert_equal_bits(gradients, expected)
+
+
+def test_repeated_calls_of_threads_give_the_bits_of_the_general_path() -> None:
+    """Threads on streams of their own repeat calls that differ in shape, dtype and options."""
+    calls = []
+    for dtype, seqlen, heads, causal in (
+        ("float16", 128, 4, True),
+        ("float16", 128, 4, False),
+        ("bfloat16", 128, 4, True),
+        ("float16", 77, 2, True),
+        ("float32", 128, 4, True),
+    ):
+        rng = np.random.default_rng(seqlen)
+        values = rng.standard_normal((4, 1, seqlen, heads, 64)).astype(DTYPES[dtype])
+        q, k, v, dout = (cupy.asarray(x) for x in values)
+        out, lse = flash_attention(q, k, v, causal=causal, return_lse=True)
+        calls.append(((dout, q, k, v, out, lse), causal))
+    # A call with `wrt` takes the general path.
+    names = ("q", "k", "v")
+    expected = [
+        bits_of(flash_attention_backward(*arrays, causal=causal, wrt=names))
+        for arrays, causal in calls
+    ]
+    cupy.cuda.Device().synchronize()
+
+    def repeat(first: int) -> list[tuple[int, tuple[Any, ...]]]:
+        found = []
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            for n in range(first, first + 100):
+                index = n % len(calls)
+                arrays, causal = calls[index]
+                found.append((index, flash_attention_backward(*arrays, causal=causal)))
+            stream.synchronize()
+        return found
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for found in pool.map(repeat, range(8)):
+            for index, gradients in found:
+                assert_equal_bits(gradients, expected[index])
+
+
+def test_repeated_calls_use_the_allocator_that_is_current() -> None:
+    q, k, v, dout = (cupy.ones((1, 64, 2, 64), np.float16) for _ in range(4))
+    out, lse = flash_attention(q, k, v, return_lse=True)
+    first = bits_of(flash_attention_backward(dout, q, k, v, out, lse))
+    sizes: list[int] = []
+
+    def alloc(size: int) -> Any:
+        sizes.append(size)
+        return cupy.get_default_memory_pool().malloc(size)
+
+    with cupy.cuda.using_allocator(alloc):
+        gradients = flash_attention_backward(dout, q, k, v, out, lse)
+    # One allocation holds the gradients, and also the workspace unless it is much larger.
+    assert 1 <= len(sizes) <= 2
+    assert_equal_bits(gradients, first)
+    assert all(gradient.flags.owndata and gradient.base is None for gradient in gradients)
+    gradients[0][...] = 7
+    assert_equal_bits(gradients[1:], first[1:])
 
 
 @pytest.mark.parametrize("family", FAMILIES["backward"])

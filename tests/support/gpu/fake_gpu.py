@@ -16,7 +16,7 @@ import pytest
 from cupy_flash.arrays import jax_arrays, strided, torch_arrays
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.check.modifications import UserMods
-from cupy_flash.calls.gpu import allocate, prepared_calls, torch_autograd
+from cupy_flash.calls.gpu import allocate, prepared_calls, repeated_gradients, torch_autograd
 from cupy_flash.calls.gpu import backward as gpu_backward
 from cupy_flash.calls.gpu import forward as gpu_forward
 from cupy_flash.calls.host import forward as host_forward
@@ -56,6 +56,8 @@ class FakeArray:
         self.shape = tuple(shape)
         steps = np.cumprod([self.itemsize, *self.shape[:0:-1]]).tolist()[::-1] if shape else []
         self.strides = tuple(steps) if strides is None else strides
+        lengths = zip(self.shape, steps, self.strides, strict=True)
+        self._c_contiguous = 0 in self.shape or all(n == 1 or a == b for n, a, b in lengths)
         if data is None and address is None:
             address = FakeArray.new_address()
         self.data = data or SimpleNamespace(ptr=address, device_id=device)
@@ -71,8 +73,7 @@ class FakeArray:
 
     @property
     def flags(self) -> SimpleNamespace:
-        contiguous = FakeArray(self.shape, self.dtype, address=0).strides
-        return SimpleNamespace(c_contiguous=self.strides == contiguous)
+        return SimpleNamespace(c_contiguous=self._c_contiguous)
 
     @property
     def itemsize(self) -> int:
@@ -101,6 +102,12 @@ class FakeArray:
         strides = (*self.strides[:-3], *self.strides[-2:])
         address = self.data.ptr + part * self.strides[-3]
         return FakeArray(shape, self.dtype, strides=strides, address=address)
+
+    def swapaxes(self, one: int, other: int) -> FakeArray:
+        order = list(range(self.ndim))
+        order[one], order[other] = order[other], order[one]
+        shape, strides = ([values[i] for i in order] for values in (self.shape, self.strides))
+        return FakeArray(tuple(shape), self.dtype, self.data, tuple(strides))
 
     def copy(self, order: str) -> FakeArray:
         assert order == "C"
@@ -199,10 +206,10 @@ class FakeKernel(NamedTuple):
 
 def launch_kernel(call: Any, *numbers_and_arguments: Any) -> None:
     """Launch a fake kernel with the arguments of the driver's launch function."""
-    *numbers, _, arguments, extra = numbers_and_arguments
+    *numbers, stream, arguments, extra = numbers_and_arguments
     grid, block, shared_memory = numbers[:3], numbers[3:6], numbers[6]
     assert extra == 0
-    call(grid, block, arguments, shared_memory)
+    call(grid, block, arguments, shared_memory, stream)
 
 
 class FakeGpu:
@@ -262,9 +269,15 @@ class FakeGpu:
         return {entry: self._kernel(entry, is_of_maps) for entry in unit.entries}
 
     def _kernel(self, entry: str, is_of_maps: bool) -> Any:
-        def launch(grid: Any, block: Any, arguments: Any, shared_memory: int = 0) -> None:
+        def launch(
+            grid: Any,
+            block: Any,
+            arguments: Any,
+            shared_memory: int = 0,
+            stream: int | None = None,
+        ) -> None:
             assert min(*grid, *block) > 0
-            self.streams.append(self.stream)
+            self.streams.append(self.stream if stream is None else stream)
             *maps, memory = arguments
             self.structs.append(bytes(memory))
             if is_of_maps:
@@ -326,12 +339,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(launch, "_launch_function", lambda: launch_kernel)
     users = (prepared_calls, gpu_forward, gpu_backward, torch_autograd, allocate, block_masks)
-    for module in users:
+    for module in (*users, repeated_gradients):
         monkeypatch.setattr(module, "cupy_module", lambda: fake)
     for module in (torch_arrays, jax_arrays):
         monkeypatch.setattr(module, "_cupy", lambda: fake)
     monkeypatch.setattr(torch_arrays, "_thread_state", torch_arrays._ThreadState())
-    monkeypatch.setattr(prepared_calls, "_calls", {})
+    for module in (prepared_calls, repeated_gradients):
+        monkeypatch.setattr(module, "_calls", {})
     monkeypatch.setattr(prepared_calls, "device_for_id", lambda _: device_for_arch("sm_90"))
     for module in (gpu_forward, gpu_backward):
         monkeypatch.setattr(module, "shared", gpu.shared)

@@ -432,13 +432,15 @@ def test_the_last_section_of_a_causal_mask_has_two_thread_blocks_per_sm(
 @pytest.mark.parametrize(
     ("how", "tiles", "whole"),
     [
-        # There are 1.2 waves of 132 thread blocks. The last four heads of 32 KV tiles are divided.
-        # At head_dim 64, a head has half as many query tiles.
+        # There are 31.03 and 15.5 waves of 132 thread blocks. The last head is divided.
+        ({"seqlen": 16384, "heads": 32, "head_dim": 64}, 4, 31 * 128),
+        ({"seqlen": 16384, "heads": 16}, 3, 15 * 128),
+        # There are 1.2 waves. The last four heads of 32 KV tiles are divided. At head_dim 64, a head
+        # has half as many query tiles.
         ({"seqlen": 4096, "heads": 5}, 4, 32),
         ({"seqlen": 4096, "heads": 5, "head_dim": 64}, 3, 32),
-        # There are 1.9 and 15.5 waves, so that at most 3% of the time could be gained.
-        ({"seqlen": 4096, "heads": 8}, 1, 8 * 32),
-        ({"seqlen": 16384, "heads": 16}, 1, 16 * 128),
+        # There are 4 waves.
+        ({"seqlen": 16896, "heads": 4}, 1, 4 * 132),
         # Pairs of thread blocks divide no queries.
         ({"seqlen": 4096, "heads": 5, "head_dim": 256}, 1, 5 * 32),
     ],

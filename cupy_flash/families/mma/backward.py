@@ -51,15 +51,6 @@ _MAX_CONCURRENT = 16
 _STEPS_PER_TILE = 2
 
 
-# Switches of the kernel, for measurements.
-VARIANT = {
-    "staggers": True,
-    "overlaps": True,
-    "overlaps_shared": False,
-    "late_semaphore": True,
-}
-
-
 @dataclass(frozen=True)
 class MmaBackwardTile(Tile):
     """Tile of the backward `mma` family.
@@ -273,7 +264,6 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
             "paired": bool(tile.paired),
             "dq_row_warps": _sum_row_warps(problem, tile),
             "dq_steps": _dq_steps(problem, tile),
-            **VARIANT,
             "padded_dim": dim,
             "padded_dim_v": dim_v,
             "shared_memory": self.shared_memory(problem, tile),

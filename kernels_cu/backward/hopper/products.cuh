@@ -215,13 +215,13 @@ struct HopperGradientProducts {
   template <class Tile, int Columns>
   __device__ static void start_sums(float (&sums)[Columns / 2], const LeftOperand& left,
                                     unsigned rows) {
-    const unsigned long long right = Tile::k_along_rows() + matrix_address(rows) / 16;
+    const unsigned address = matrix_address(rows);
     ptx::pin(sums);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < columns / 16; ++step) {
-      Wgmma<Element, Columns>::multiply_n_contiguous(sums, left + 4 * step,
-                                                     right + Tile::row_step(step) / 16, 1);
+      const auto right = descriptor(Tile::k_along_rows(), address, Tile::row_step(step));
+      Wgmma<Element, Columns>::multiply_n_contiguous(sums, left + 4 * step, right, 1);
     }
     ptx::wgmma_commit_group();
   }
@@ -245,22 +245,20 @@ struct HopperGradientProducts {
     const unsigned columns_of_chunk =
         keys + (Cta::first_dq_column(consumer) + Chunk * dq_columns) / KeyTile::box_columns *
                    KeyTile::box_bytes;
-    const unsigned long long ds = DsTile::k_along_columns() + rows / 16;
-    const unsigned long long k = KeyTile::k_along_rows() + columns_of_chunk / 16;
 #pragma unroll
     for (int step = 0; step < Bc / 16; ++step) {
-      WgmmaRows<Element, dq_columns>::multiply(sums, ds + DsTile::column_step(step) / 16,
-                                               k + KeyTile::row_step(step) / 16,
-                                               accumulate || step != 0);
+      const auto ds = descriptor(DsTile::k_along_columns(), rows, DsTile::column_step(step));
+      const auto k = descriptor(KeyTile::k_along_rows(), columns_of_chunk, KeyTile::row_step(step));
+      WgmmaRows<Element, dq_columns>::multiply(sums, ds, k, accumulate || step != 0);
     }
   }
 
-  // Returns the matrix descriptor of the operand `offset` bytes after an address. If the address is
-  // recomputed for each product (see `matrix_address`), only the lower 32 bits are added, because a
-  // 64-bit addition would take twice as many instructions between two products.
+  // Returns the matrix descriptor of the operand `offset` bytes after an address. Each product needs
+  // its descriptors in uniform registers. One addition of the lower 32 bits computes them. To divide
+  // the sum of address and offset by 16 instead, and to add 64 bits, takes four instructions in
+  // sequence, which take longer than a product of 64 columns.
   __device__ static unsigned long long descriptor(unsigned long long layout, unsigned address,
                                                   int offset) {
-    if constexpr (!Cta::exchanges_scores) return layout + (address + offset) / 16;
     const unsigned low = unsigned(layout) + address / 16 + offset / 16;
     return layout >> 32 << 32 | low;
   }

@@ -119,7 +119,7 @@ struct MmaGradientCta {
                 "as the host planned");
   // Whether thread 0 operates the semaphore of a dq tile while the other warps multiply. It arrives
   // at an mbarrier when the CTA may add. Otherwise, all threads wait for thread 0 at a CTA barrier.
-  static constexpr bool overlaps_semaphore = Config::late_semaphore && wants_q && is_alone;
+  static constexpr bool overlaps_semaphore = wants_q && is_alone;
 
   template <int Rows, int Dim, class TileLayout>
   using Copy = RowCopy<TileLayout, Element, Rows, Dim, threads, Config::alignment>;
@@ -296,7 +296,7 @@ struct MmaGradientCta {
   // load dout after theirs. Of the two warps of a scheduler, one then multiplies while the other
   // computes addresses.
   static constexpr bool staggers_loads =
-      Config::staggers && is_alone && stages > 1 && !has_components;
+      is_alone && stages > 1 && !has_components;
   __device__ bool loads_early() const { return warp < warps / 2; }
 
   // Starts all loads of a query tile.

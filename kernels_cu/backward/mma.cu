@@ -105,8 +105,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
   using VisiblePairs = typename Softmax::VisiblePairs;
   // Whether exponentials are computed between the products of dP, and not after them.
   static constexpr bool overlaps_exponentials =
-      is_alone && !Config::modified &&
-      !has_components && !paired && wants_ds;
+      is_alone && !Config::modified && !has_components && !paired && wants_ds;
   // A score of -inf masks its pair, too.
   using VisibleKeys = VisibleKeysOf<Softmax, row_tiles, columns,
                                     finds_pairs && !Config::Mods::changes_scores>;

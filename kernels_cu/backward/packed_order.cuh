@@ -15,6 +15,7 @@ struct alignas(16) PackedTileSlot {
   int begin;  // range of the slots of the sequence, in the order of the grid
   int end;
 };
+static_assert(sizeof(PackedTileSlot) == 48, "as the host planned");
 
 __device__ inline PackedTileSlot* packed_tile_slots(const GradientParams& p) {
   return static_cast<PackedTileSlot*>(p.packed_tiles);

@@ -37,7 +37,7 @@ struct GradientParams : Params {
   // the number of chunks of query tiles in the last section or, with packed keys, in all sections.
   void* kv_sums;
   void* packed_tiles;  // array in the workspace, with Config::orders_sequences (packed_order.cuh)
-  int kv_semaphores;
+  int kv_semaphores;   // this one and the next two belong to `kv_sums`
   int head_chunks;
   int tile_chunks;
   // Index of the first CTA of the last section (tile_coord.cuh), or the number of CTAs if there is

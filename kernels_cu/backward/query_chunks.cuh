@@ -45,8 +45,8 @@ struct ChunkTiles {
 //
 // This division does not make CTAs wait for CTAs of larger blockIdx. In the dq order of a query
 // tile, the predecessor of a CTA has another KV tile, whose range of query tiles begins and ends
-// later (or earlier, if `from_last`). The query tile is therefore in the same chunk of that range or
-// in an earlier one, and CTAs of earlier chunks have smaller blockIdx.
+// later (or earlier, if `from_last`). The query tile is therefore in the same chunk of that range,
+// or in an earlier one, and CTAs of earlier chunks have smaller blockIdx.
 template <class Config>
 __device__ ChunkTiles tiles_of_chunk(const GradientTileCoord& coord, int begin, int end,
                                      bool from_last) {
@@ -115,6 +115,7 @@ struct QueryChunkSums {
              first_tile_slot<Config::Bc>(sequence.k_first, coord.batch) + tile;
     }
     const int head = coord.batch * p.heads_kv + coord.head;
+    // Without chunks of heads, the KV tiles before the last section are not divided.
     const int whole_tiles = p.head_chunks == 1 ? p.last_section : 0;
     return head * ceil_div(p.seqlen_k, Config::Bc) + tile - whole_tiles;
   }

@@ -156,7 +156,8 @@ struct SoftmaxBackward {
     }
   }
 
-  // Sets P of pairs that are masked by position to 0. For calls without modifications.
+  // Sets P of pairs that are masked by position to 0. For calls without functions
+  // or arrays that mask pairs.
   template <class RowOf, class Score, class Step>
   __device__ void mask_p(RowOf row_of, int first_key, Score score, Step step) const {
 #pragma unroll

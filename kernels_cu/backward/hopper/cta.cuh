@@ -160,8 +160,9 @@ struct HopperGradientCta {
   // Whether the row statistics warp inspects some tiles of q and dout before consumers read them,
   // and whether it inspects all tiles. See `inspects_tile()`.
   static constexpr bool inspects = Config::has_seqlens || Config::inspects;
-  static constexpr bool inspects_all = Config::inspects && !Config::stores_pairs &&
-                                       (!Config::has_seqlens || Config::modified);
+  static constexpr bool inspects_all =
+      Config::inspects && (Config::stores_pairs ? Config::Mods::changes_scores
+                                                : !Config::has_seqlens || Config::modified);
   // Whether consumers of the last CTA in the dq order write dq; otherwise a separate kernel does.
   // Wide heads leave no registers for the earlier sums, float32 gradients none for their addresses:
   // spilling 236 bytes per thread cost 15% (H100, head_dim 128, 65536 tokens).

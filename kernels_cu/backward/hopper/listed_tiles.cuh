@@ -41,9 +41,11 @@ struct HopperListedCta : ListedCta<Config, HopperGradientCta<Config>> {
   }
 
   // Returns whether the row statistics warp inspects the tiles of q and dout of a step. All rows of
-  // a full tile attend to a key.
+  // a full tile attend to a key, unless a changed score of -inf masks their pairs.
   __device__ bool inspects_tile(const Step& step) const {
-    if constexpr (Config::stores_pairs) return Base::inspects && !step.is_full;
+    if constexpr (Config::stores_pairs && !Base::inspects_all) {
+      return Base::inspects && !step.is_full;
+    }
     return Base::inspects_tile(step);
   }
 

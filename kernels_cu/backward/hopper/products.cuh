@@ -254,9 +254,9 @@ struct HopperGradientProducts {
   }
 
   // Returns the matrix descriptor of the operand `offset` bytes after an address. Each product needs
-  // its descriptors in uniform registers. One addition of the lower 32 bits computes them. To divide
-  // the sum of address and offset by 16 instead, and to add 64 bits, takes four instructions in
-  // sequence, which take longer than a product of 64 columns.
+  // its descriptors in uniform registers, and one instruction computes the lower half of each. If
+  // the sum of address and offset were divided by 16 and added as 64 bits, it would be four
+  // instructions in sequence, which take longer than a product of 64 columns.
   __device__ static unsigned long long descriptor(unsigned long long layout, unsigned address,
                                                   int offset) {
     const unsigned low = unsigned(layout) + address / 16 + offset / 16;

@@ -295,8 +295,7 @@ struct MmaGradientCta {
   // Whether half of the warps load q of the next tile before their first product, and the others
   // load dout after theirs. Of the two warps of a scheduler, one then multiplies while the other
   // computes addresses.
-  static constexpr bool staggers_loads =
-      is_alone && stages > 1 && !has_components;
+  static constexpr bool staggers_loads = is_alone && stages > 1 && !has_components;
   __device__ bool loads_early() const { return warp < warps / 2; }
 
   // Starts all loads of a query tile.

@@ -1,6 +1,7 @@
 // Cleaning of operands that belong to masked pairs. Masking sets P and dS of such a pair to 0 by
 // selection, but products over a tile multiply that 0 by the other operand, and 0 times NaN or
-// infinity is NaN. So NaN and infinity are removed from operands where this changes no result:
+// infinity is NaN. So NaN and infinity are removed from operands where this changes no result. On
+// Hopper, this is done in tiles that are inspected (`HopperGradientCta::inspects_tile`):
 //
 // - Rows of q and dout whose query attends to no key become zeros. The preprocess kernel marks them
 //   by an lse_log2 of +inf.

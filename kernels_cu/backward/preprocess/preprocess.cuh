@@ -29,8 +29,8 @@ struct Preprocess {
       }
     }
     if constexpr (Config::splits_queries) {
-      const int step = gridDim.x * blockDim.x;
-      for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < p.kv_semaphores; i += step) {
+      const int64 step = int64(gridDim.x) * blockDim.x;
+      for (int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x; i < p.kv_semaphores; i += step) {
         static_cast<int*>(p.kv_sums)[i] = 0;
       }
     }

@@ -146,6 +146,14 @@ def _biased(rng: Any, **more: Any) -> EdgeCall:
     return call._replace(options=options, hidden=("v", "dout"))
 
 
+def _function_and_bias(rng: Any) -> EdgeCall:
+    """Return a call with whole tiles in which the function masks nothing, but a bias does."""
+    rows, seqlen = slice(70, 100), 256
+    bias = _bias(_hidden(rng, seqlen, seqlen, rows, slice(0)), rng)
+    options = {"bias": bias, "mask_mod": MaskMod(lambda b, h, i, j: i // 128 == j // 128)}
+    return EdgeCall(seqlen, seqlen, options, rows, hidden=("v", "dout"))
+
+
 # Calls in which some rows attend to no key, or no row attends to some keys.
 NONE: dict[str, Callable[[Any], EdgeCall]] = {
     "rows before the first key": lambda rng: EdgeCall(192, 152, {"causal": True}, slice(40)),
@@ -167,6 +175,7 @@ NONE: dict[str, Callable[[Any], EdgeCall]] = {
         slice(40),
         slice(3, None, 7),
     ),
+    "function and bias": _function_and_bias,
 }
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
 
 from ..cases.built_in import FURTHEST, STEP
 from ..cases.cases import Case
@@ -139,21 +138,14 @@ class Flex(TorchProvider):
             enable_gqa=case.heads_q != case.heads_kv,
         )
         if case.is_backward:
-            # The call that is differentiated compiles the function.
-            return Attention(attend, _keeps_inputs, note)
+            # The call that is differentiated compiles the function. By default, the backward pass
+            # overwrites what it reads, and cannot be repeated.
+            importlib.import_module("torch._functorch.config").donated_buffer = False
+            return Attention(attend, note=note)
         # The first call compiles the function.
         with torch.no_grad():
             attend(q, k, v)
         return Attention(attend, note=note)
-
-
-def _keeps_inputs() -> AbstractContextManager[None]:
-    """Return a context in which compiled functions keep what their backward passes read.
-
-    Otherwise a backward pass overwrites it and cannot be repeated.
-    """
-    config = importlib.import_module("torch._functorch.config")
-    return cast("AbstractContextManager[None]", config.patch(donated_buffer=False))
 
 
 def _tensors_by_name(inputs: Inputs) -> dict[str, Any]:

@@ -435,8 +435,8 @@ def test_the_last_section_of_a_causal_mask_has_two_thread_blocks_per_sm(
         # There are 31.03 and 15.5 waves of 132 thread blocks. The last head is divided.
         ({"seqlen": 16384, "heads": 32, "head_dim": 64}, 4, 31 * 128),
         ({"seqlen": 16384, "heads": 16}, 3, 15 * 128),
-        # There are 1.2 waves. The last four heads of 32 KV tiles are divided. At head_dim 64, a head
-        # has half as many query tiles.
+        # There are 1.2 waves. The last four heads of 32 KV tiles are divided. At head_dim 64, a
+        # head has half as many query tiles.
         ({"seqlen": 4096, "heads": 5}, 4, 32),
         ({"seqlen": 4096, "heads": 5, "head_dim": 64}, 3, 32),
         # There are 4 waves.

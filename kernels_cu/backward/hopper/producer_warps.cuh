@@ -11,8 +11,8 @@
 #if __CUDA_ARCH__ == 900
 
 // Run by one lane. Issues TMA loads of k and v, and of tiles of q, dout and the bias as stages
-// become free. The bias of a query tile comes last: at head_dim 64, both stages of the bias hold the
-// same query tile, so they become free later than the stages of q and dout.
+// become free. The bias of a query tile comes last: at head_dim 64, both stages of the bias hold
+// the same query tile, so they become free later than the stages of q and dout.
 template <class Config>
 struct HopperGradientLoader {
   using Cta = HopperCta<Config>;

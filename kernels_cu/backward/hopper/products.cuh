@@ -253,10 +253,10 @@ struct HopperGradientProducts {
     }
   }
 
-  // Returns the matrix descriptor of the operand `offset` bytes after an address. Each product needs
-  // its descriptors in uniform registers, and one instruction computes the lower half of each. If
-  // the sum of address and offset were divided by 16 and added as 64 bits, it would be four
-  // instructions in sequence, which take longer than a product of 64 columns.
+  // Returns the matrix descriptor of the operand `offset` bytes after an address. Each product
+  // needs its descriptors in uniform registers, and one instruction computes the lower half of
+  // each. If the sum of address and offset were divided by 16 and added as 64 bits, it would be
+  // four instructions in sequence, which take longer than a product of 64 columns.
   __device__ static unsigned long long descriptor(unsigned long long layout, unsigned address,
                                                   int offset) {
     const unsigned low = unsigned(layout) + address / 16 + offset / 16;

@@ -307,7 +307,8 @@ struct HopperValueConsumer
     Base::advance_ds();
     if constexpr (!ahead && !Last) wait_next<0>(next);
     if constexpr (has_next_p) {
-      // The compiler must not move these copies up: dV reads `left_p` until its product is complete.
+      // The compiler must not move these copies up: dV reads `left_p` until its product is
+      // complete.
 #pragma unroll
       for (int i = 0; i < columns / 4; ++i) left_p[i] = ptx::mov(next_p[i]);
     }

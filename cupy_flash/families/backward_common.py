@@ -217,7 +217,13 @@ class QueryChunks(NamedTuple):
 
 
 def query_chunks(
-    problem: Problem, blocks: int, query_tiles: int, *, least: int, wave: int
+    problem: Problem,
+    blocks: int,
+    query_tiles: int,
+    *,
+    least: int,
+    wave: int,
+    divides_last: bool = False,
 ) -> QueryChunks:
     """Return the chunks of queries that give enough thread blocks, if the problem allows them.
 
@@ -236,6 +242,8 @@ def query_chunks(
         Number of thread blocks below which the query heads of a KV head are divided.
     wave
         Number of thread blocks that run at a time. If there are fewer, query tiles are divided.
+    divides_last
+        Whether query tiles of the last heads may be divided, if the last wave is not full.
     """
     masks_pairs = problem.score is not None and problem.score.masks_pairs
     if masks_pairs or not blocks or not problem.gradient_spec.wants("k", "v"):
@@ -246,7 +254,7 @@ def query_chunks(
     tiles = min(wave // (heads * blocks), query_tiles // _LEAST_CHUNK_TILES)
     if tiles > 1:
         return QueryChunks(heads, tiles)
-    if group == 1 and problem.mask.is_full and problem.layout.is_dense:
+    if divides_last and group == 1 and problem.mask.is_full and problem.layout.is_dense:
         return _chunks_of_last_heads(problem, blocks, query_tiles, wave)
     return QueryChunks(heads)
 

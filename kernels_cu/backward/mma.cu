@@ -105,7 +105,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
   using VisiblePairs = typename Softmax::VisiblePairs;
   // Whether exponentials are computed between the products of dP, and not after them.
   static constexpr bool overlaps_exponentials =
-      is_alone && !Config::modified && !has_components && !paired && wants_ds;
+      is_alone && !Config::modified && !Config::splits_queries && !has_components && !paired &&
+      wants_ds;
   // A score of -inf masks its pair, too.
   using VisibleKeys = VisibleKeysOf<Softmax, row_tiles, columns,
                                     finds_pairs && !Config::Mods::changes_scores>;
@@ -302,7 +303,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
   }
 
   // Implements `compute_pairs()` if `overlaps_exponentials`. P is computed between the products of
-  // dP, and dS between the first products of dV. P is computed for all pairs of a masked tile, too,
+  // dP, and dS after the products of dV are issued. P is computed for all pairs of a masked tile, too,
   // and set to 0 afterwards where a pair is masked.
   template <bool First, class AfterProduct>
   __device__ void compute_overlapped_pairs(int stage, int head, int tile, int first, bool is_masked,

@@ -52,20 +52,6 @@ struct RowCopy {
     }
   }
 
-  // Number of rows that a thread copies, and whether all threads copy equally many rows.
-  static constexpr int passes = (Rows + rows_at_once - 1) / rows_at_once;
-  static constexpr bool is_even = Threads % columns_at_once == 0 && Rows % rows_at_once == 0;
-
-  // Starts the `pass`-th of the copies that `start<true>()` starts, without a branch. `exists` says
-  // whether there is a tile; otherwise, its rows become zeros. Requires `is_even`.
-  static __device__ void start_pass(int pass, unsigned shared, const Element* source,
-                                    int64 row_stride, int rows_left, bool exists) {
-    static_assert(is_even, "all threads copy equally many rows");
-    const int row = ptx::opaque(threadIdx.x) / columns_at_once + pass * rows_at_once;
-    copy_row(threadIdx.x, shared, row, source + pass * rows_at_once * row_stride,
-             exists && row < rows_left);
-  }
-
   // Like `start()`, for rows at arbitrary addresses, which `row_at()` returns. Up to four addresses
   // are requested before the first copy, because `row_at()` may load from memory (a block table).
   template <class RowAt>

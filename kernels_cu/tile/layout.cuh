@@ -30,8 +30,9 @@ struct SwizzledRows {
   }
 
   // Returns the address of (row + rows, chunk + chunks), given the address of (row, chunk). The
-  // tile is aligned to 128 bytes, `rows` is a multiple of 8, chunk is 0 or 1, and `chunks` is even.
-  // If `rows` and `chunks` are constants, this is one XOR and an immediate offset of the load.
+  // tile is aligned to 128 bytes, `rows` is a multiple of 8, and chunk is less than a power of two
+  // that divides `chunks`. If `rows` and `chunks` are constants, this is one XOR and an immediate
+  // offset of the load.
   static __device__ unsigned advance(unsigned address, int rows, int chunks) {
     return (address ^ (chunks % swizzle * 16)) + chunks / swizzle * swizzle * 16 + rows * row_bytes;
   }

@@ -153,6 +153,20 @@ def test_float32_needs_space_for_units_that_slopes_and_sinks_make_warps_find(
     assert reason == (expected if units else None)
 
 
+@pytest.mark.parametrize(
+    "tile",
+    [
+        MmaBackwardTile(48, 16, 3, 1, columns=16, stages=1),
+        MmaBackwardTile(32, 48, 3, 3, columns=32, stages=1),
+        MmaBackwardTile(64, 96, 6, 6, columns=32, stages=2),
+    ],
+    ids=str,
+)
+def test_a_power_of_two_of_warps_divides_columns(tile: MmaBackwardTile) -> None:
+    reason = mma.why_not_tile(problem("bfloat16", 96), device_for_arch("sm_90"), tile)
+    assert reason == "3 warps divide columns; expected a power of two"
+
+
 def test_tiles_of_float32_are_made_into_images_first() -> None:
     def entries(dtype: str) -> list[str]:
         return [launch.entry for launch in mma.schedule(problem(dtype), h200, TILE).launches]

@@ -56,6 +56,7 @@ UNITS: list[tuple[str, str, str, int, int, dict[str, Any]]] = [
     ("hopper", "sm_90", "bfloat16", 512, 0, {}),
     ("hopper", "sm_90", "float16", 512, 16, {"causal": True}),
     ("hopper", "sm_90", "bfloat16", 512, 0, {"causal": True, "wrt": ("k", "v")}),
+    ("mma", "sm_90", "bfloat16", 512, 0, {"wrt": ("q",)}),
     ("hopper", "sm_90", "bfloat16", 64, 24, {"seqlens_k": LENGTHS}),
     ("hopper", "sm_90", "bfloat16", 128, 0, {"seqlens_k": LENGTHS}),
     ("hopper", "sm_90", "bfloat16", 96, 28, {"seqlens_k": LENGTHS}),
@@ -77,7 +78,7 @@ UNITS: list[tuple[str, str, str, int, int, dict[str, Any]]] = [
     ("mma", "sm_89", "float16", 64, 40, {"mask_mod": DOCUMENTS}),
     ("mma", "sm_90", "bfloat16", 128, 8, {"mask_mod": BY_HEAD}),
     ("mma", "sm_90", "bfloat16", 128, 32, {"mask_mod": DOCUMENTS, "softcap": 20.0}),
-    ("mma", "sm_80", "bfloat16", 256, 0, {"mask_mod": DOCUMENTS}),
+    ("mma", "sm_80", "bfloat16", 256, 8, {"mask_mod": DOCUMENTS}),
     ("mma", "sm_90", "bfloat16", 512, 8, {"mask_mod": DOCUMENTS}),
     ("mma", "sm_90", "float32", 64, 100, {"mask_mod": DOCUMENTS, "causal": True}),
     # TMA loads the bias.

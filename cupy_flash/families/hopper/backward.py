@@ -422,6 +422,7 @@ def _query_chunks(problem: Problem, device: Device, tile: HopperBackwardTile) ->
         ceil_div(problem.seqlen_q, tile.Br),
         least=(6 if _is_triangular(problem) else 12) * device.sm_count,
         wave=device.sm_count,
+        divides_last=True,
     )
 
 

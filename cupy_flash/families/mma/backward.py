@@ -147,6 +147,10 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
                 f"64, and a multiple of {tile.side_warps} * columns as Br"
             )
         row_warps = _sum_row_warps(problem, tile)
+        for warps in (tile.side_warps, tile.warps // row_warps):
+            # `TileLayout::advance` computes addresses of such warps only.
+            if warps & (warps - 1):
+                return f"{warps} warps divide columns; expected a power of two"
         if tile.warps % row_warps or tile.Br % (16 * row_warps):
             return f"Br is {tile.Br}; {tile.warps} warps cannot divide these rows of dq"
         if tile.stages not in (1, 2):

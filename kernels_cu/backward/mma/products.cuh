@@ -58,25 +58,26 @@ struct MmaGradientProducts : MmaCta<Config> {
   // Writes P^T or dS^T of eight queries to `target`, as half of a left operand, if `Exchanges`.
   template <bool Exchanges>
   __device__ void write_half_operand(const Scores& of, unsigned target, int first) {
-    if constexpr (!Exchanges) return;
+    if constexpr (Exchanges) {
 #pragma unroll
-    for (int i = 0; i < row_tiles; ++i) {
-      unsigned words[components][2];
+      for (int i = 0; i < row_tiles; ++i) {
+        unsigned words[components][2];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float* values = of[i][0] + 2 * half;
-        if constexpr (has_components) {
-          const SplitPair pair = SplitPair::split(values[0], values[1]);
-          words[0][half] = pair.big;
-          words[1][half] = pair.small;
-        } else {
-          words[0][half] = pack<Element>(values[0], values[1]);
+        for (int half = 0; half < 2; ++half) {
+          const float* values = of[i][0] + 2 * half;
+          if constexpr (has_components) {
+            const SplitPair pair = SplitPair::split(values[0], values[1]);
+            words[0][half] = pair.big;
+            words[1][half] = pair.small;
+          } else {
+            words[0][half] = pack<Element>(values[0], values[1]);
+          }
         }
-      }
 #pragma unroll
-      for (int component = 0; component < components; ++component) {
-        Pairs::write_chunk(target, words[component][0], words[component][1],
-                           key_warp() * warp_keys + 16 * i, (component * Br + first) / 8);
+        for (int component = 0; component < components; ++component) {
+          Pairs::write_chunk(target, words[component][0], words[component][1],
+                             key_warp() * warp_keys + 16 * i, (component * Br + first) / 8);
+        }
       }
     }
   }

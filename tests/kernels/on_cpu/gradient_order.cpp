@@ -11,16 +11,7 @@
 
 #include "cuda_on_cpu.h"
 #include "mask_configs.h"
-
-// Definitions of functions that the included headers use but this program does not call.
-inline unsigned __cvta_generic_to_shared(const void*) { return 0; }
-inline float __uint_as_float(unsigned) { return 0; }
-inline unsigned __float_as_uint(float) { return 0; }
-inline float __int_as_float(int) { return 0; }
-inline double __longlong_as_double(long long) { return 0; }
-inline float __fmul_rn(float, float) { return 0; }
-inline double __dmul_rn(double, double) { return 0; }
-using std::exp2, std::exp2f, std::log2, std::log2f;
+#include "not_called.h"
 
 #include "backward/dq/order.cuh"
 #include "backward/query_chunks.cuh"

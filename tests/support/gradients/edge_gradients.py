@@ -179,6 +179,18 @@ NONE: dict[str, Callable[[Any], EdgeCall]] = {
 }
 
 
+def mask_pairs(bias: np.ndarray) -> None:
+    """Mask pairs of at least 290 rows by a bias of -inf, in place.
+
+    Row 7 then attends to no key, rows 150 to 289 attend to one key, and some tiles have no visible
+    pair.
+    """
+    bias[np.random.default_rng(1).random(bias.shape) < 0.4] = -np.inf
+    bias[:, :, 7] = -np.inf
+    bias[:, :, 150:290, 1:] = -np.inf
+    bias[:, :, 150:290, 0] = 0
+
+
 def confident_call(dtype: str, head_dim: int, rng: Any) -> GradientCall:
     """Return a call whose rows have most of their weight on one key each, up to all but 2^-45.
 

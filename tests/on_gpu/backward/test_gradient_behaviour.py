@@ -288,7 +288,15 @@ def test_arrays_of_more_than_2_to_the_31_elements_are_right(family: str, dtype: 
 
     found = run(slice(None))
     for b in sampled:
-        # Each row is accumulated in the same order as in a call for this sequence alone.
+        # dq is accumulated in the same order as in a call for this sequence alone. In that call,
+        # thread blocks divide the query heads of a KV head, which changes the order of the float32
+        # sums of dk and dv. A sum of 2^14 terms is then rounded differently by about 2^-17 of the
+        # largest sums, and the result by up to one unit in the last place of its dtype.
         expected = run(slice(b, b + 1))
-        assert_equal_bits(tuple(x[b : b + 1] for x in found), bits_of(expected))
+        assert_equal_bits((found[0][b : b + 1],), bits_of(expected[:1]))
+        for whole, alone in zip(found[1:], expected[1:], strict=True):
+            one, other = (x.get().astype(np.float64) for x in (whole[b : b + 1], alone))
+            last_place = 2.0**-10 if dtype == "float16" else 2.0**-22
+            atol = 2.0**-17 * float(np.abs(other).max())
+            np.testing.assert_allclose(one, other, rtol=last_place, atol=atol)
     assert not any(x[1 : sampled[1] : 100].any() for x in found)

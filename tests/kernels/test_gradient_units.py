@@ -67,7 +67,7 @@ UNITS: list[tuple[str, str, str, int, int, dict[str, Any]]] = [
     ("hopper", "sm_90", "bfloat16", 128, 8, OFFSETS),
     ("mma", "sm_80", "bfloat16", 64, 72, OFFSETS),
     ("simt", "sm_75", "float32", 64, 0, OFFSETS),
-    ("hopper", "sm_90", "bfloat16", 256, 0, {"seqlens_k": LENGTHS}),
+    ("hopper", "sm_90", "bfloat16", 256, 8, {"seqlens_k": LENGTHS}),
     ("hopper", "sm_90", "bfloat16", 64, 40, {"mask_mod": DOCUMENTS}),
     ("hopper", "sm_90", "bfloat16", 128, 16, {"mask_mod": DOCUMENTS, "causal": True}),
     ("hopper", "sm_90", "bfloat16", 128, 28, {"mask_mod": DOCUMENTS, "window_size": (99, 40)}),

@@ -140,7 +140,8 @@ class Flex(TorchProvider):
         if case.is_backward:
             # The call that is differentiated compiles the function. By default, the backward pass
             # overwrites what it reads, and cannot be repeated.
-            importlib.import_module("torch._functorch.config").donated_buffer = False
+            config: Any = importlib.import_module("torch._functorch.config")
+            config.donated_buffer = False
             return Attention(attend, note=note)
         # The first call compiles the function.
         with torch.no_grad():

@@ -264,6 +264,8 @@ def _chunks_of_last_heads(
 ) -> QueryChunks:
     """Return chunks of the query tiles of the last heads, or no chunks if they gain little.
 
+    The heads are not grouped.
+
     If all thread blocks take the same time, the last wave of thread blocks leaves SMs idle, unless
     it has as many thread blocks as the others. Shorter thread blocks at the end fill it: 16 heads
     of 16384 tokens have 15.5 waves, and 549 became 556 TFLOP/s (H200, head_dim 128). Grouped heads
@@ -272,21 +274,24 @@ def _chunks_of_last_heads(
     heads = problem.batch * problem.heads_kv
     of_head = blocks // heads
     whole = blocks - min(heads, max(1, round(wave / of_head))) * of_head
-    steps = problem.heads_q // problem.heads_kv * query_tiles
     chunks = [
         QueryChunks(1, tiles, whole)
         for tiles in range(2, min(_MOST_LAST_CHUNKS, query_tiles // _LEAST_CHUNK_TILES) + 1)
     ]
-    undivided = ceil_div(blocks, wave) * (steps + _BLOCK_STEPS)
-    times = {x: _time_of_chunks(x, blocks, steps, wave) for x in chunks}
+    undivided = ceil_div(blocks, wave) * (query_tiles + _BLOCK_STEPS)
+    times = {x: _time_of_chunks(x, blocks, query_tiles, wave) for x in chunks}
     best = min(times, key=times.__getitem__, default=None)
     return best if best and times[best] < _LARGEST_TIME * undivided else QueryChunks()
 
 
-def _time_of_chunks(chunks: QueryChunks, blocks: int, steps: int, wave: int) -> float:
-    """Return the time of chunks of the last query tiles, in query tiles of a thread block."""
+def _time_of_chunks(chunks: QueryChunks, blocks: int, query_tiles: int, wave: int) -> float:
+    """Return the time of all thread blocks, in units of the time that a query tile takes.
+
+    A thread block of a chunk also adds its sums, which takes about as long as one query tile.
+    """
     waves, rest = divmod(chunks.whole, wave)
-    time, piece = steps + _BLOCK_STEPS, steps / chunks.tiles + _BLOCK_STEPS + 1
+    time = query_tiles + _BLOCK_STEPS
+    piece = query_tiles / chunks.tiles + _BLOCK_STEPS + 1
     pieces, count = (blocks - chunks.whole) * chunks.tiles, 0
     # `rest` SMs first process a whole thread block.
     while (wave - rest) * count + rest * max(0, count - math.ceil(time / piece)) < pieces:

@@ -17,7 +17,6 @@ from cupy_flash.families.contract import (
     QueryTileLists,
     ceil_div,
     heads_in_l2,
-    may_have_block_mask,
     round_up,
     why_not_scale,
 )
@@ -41,6 +40,8 @@ _LEAST_CHUNK_TILES = 4
 _MOST_LAST_CHUNKS, _LARGEST_TIME = 4, 0.99
 # Time that a thread block takes to start and to end, in query tiles.
 _BLOCK_STEPS = 4
+# Smallest number of KV tiles of the longest sequence for which lists are built in every call.
+_LEAST_LISTED_KV_TILES = 8
 # Largest size in bytes of the lists of query tiles in a block mask.
 _LIST_BYTES = 150_000_000
 # Upper bounds, exclusive, of the numbers of query tiles and KV tiles that an entry of a list can
@@ -70,12 +71,17 @@ def reads_lists(problem: Problem, queries: int, keys: int) -> bool:
     queries, keys
         Number of rows of a query tile, and of a KV tile.
     """
-    if not may_have_block_mask(problem) or 0 in problem.shape_of("q"):
+    score = problem.score
+    if score is None or not score.block_mask_suffices or 0 in problem.shape_of("q"):
         return False
     # The kernels of other gradients, such as those of a bias, read no lists.
     if not any(problem.gradient_spec.wants(name) for name in ROWS):
         return False
     query_tiles, kv_tiles = ceil_div(problem.seqlen_q, queries), ceil_div(problem.seqlen_k, keys)
+    # Lists of sequences with lengths of their own are built in every call.
+    least = 1 if problem.layout.is_dense else _LEAST_LISTED_KV_TILES
+    if kv_tiles < least or 0 in (query_tiles, problem.batch):
+        return False
     return (
         query_tiles < _MAX_QUERY_TILES
         and kv_tiles < _MAX_KV_TILES
@@ -86,10 +92,12 @@ def reads_lists(problem: Problem, queries: int, keys: int) -> bool:
 def list_entries(problem: Problem, queries: int, keys: int) -> int:
     """Return the number of entries of all lists.
 
-    If the mask is the same for all sequences, or for all heads, they use the same lists.
+    If the mask is the same for all sequences, or for all heads, they use the same lists. Sequences
+    of different lengths have different lists, each with space for those of the longest sequence.
     """
     assert problem.score is not None
     of_batch, of_head = problem.score.mask_varies
+    of_batch |= not problem.layout.is_dense
     lists = (problem.batch if of_batch else 1) * (problem.heads_kv if of_head else 1)
     return lists * ceil_div(problem.seqlen_q, queries) * ceil_div(problem.seqlen_k, keys)
 

@@ -7,6 +7,7 @@ here waits for the GPU.
 from __future__ import annotations
 
 import functools
+import json
 import threading
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ from cupy_flash.gpu.params import struct_with_mods
 SOURCE, LISTS_SOURCE = "block_mask/build.cu", "block_mask/build_lists.cu"
 FIND_RANGES, BUILD, ORDER = "find_ranges", "build_block_map", "order_tiles"
 LIST, STORE_PAIRS = "list_query_tiles", "store_pairs"
+# Fields of the addresses of lengths.
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 # Value of an absent bound: no two positions are further apart.
 UNBOUNDED = 2**31 - 1
 
@@ -57,13 +60,16 @@ def params_dtype(mods: np.dtype) -> np.dtype:
     """Return the dtype of the argument struct, which ends with what the mask reads."""
     numbers = (
         *("batches", "heads", "seqlen_q", "seqlen_k", "q_offset"),
-        *("group_rows", "Bc", "query_tiles", "row_groups", "heads_per_list"),
+        *("group_rows", "Bc", "query_tiles", "row_groups", "heads_per_list", "total_q", "total_k"),
     )
     fields: list[tuple[str, Any]] = [
         ("map", BLOCK_MASK_DTYPE),
         ("row_ranges", np.uint64),
         ("key_ranges", np.uint64),
-        *((name, np.int32) for name in (*numbers, "left", "right")),
+        *((name, np.int32) for name in numbers),
+        *((name, np.uint64) for name in LENGTHS),
+        ("left", np.int32),
+        ("right", np.int32),
     ]
     return struct_with_mods(fields, mods)
 
@@ -92,6 +98,27 @@ class MaskSource:
     of_head: bool
 
 
+class BatchLayout(NamedTuple):
+    """Layout of the sequences of a batch, as far as a block mask depends on it.
+
+    Attributes
+    ----------
+    kind
+        Kind of batch: "dense", "padded" or "varlen", see `cupy_flash.problem.layout.Layout`.
+    total_q, total_k
+        Number of rows of packed queries, and of packed keys; 0 if they are not packed.
+    """
+
+    kind: str = "dense"
+    total_q: int = 0
+    total_k: int = 0
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether all sequences have the same length."""
+        return self.kind == "dense"
+
+
 class BlockMaskSpec(NamedTuple):
     """Sizes and tile of a block mask: all that it depends on besides the mask and the device.
 
@@ -110,6 +137,9 @@ class BlockMaskSpec(NamedTuple):
         to no key more than `left` before or more than `right` after it; None means no bound.
     lists
         Lists of query tiles, for the backward pass. `parts` is then 1.
+    layout
+        Layout of the batch. Unless it is dense, sequences have lengths of their own, and `seqlen_q`
+        and `seqlen_k` are the largest ones. If it is packed, `q_offset` is ignored.
     """
 
     Br: int
@@ -124,6 +154,7 @@ class BlockMaskSpec(NamedTuple):
     right: int | None = None
     parts: int = 1
     lists: QueryTileLists | None = None
+    layout: BatchLayout = BatchLayout()
 
     @property
     def row_tiles(self) -> int:
@@ -158,7 +189,8 @@ class BlockMaskSpec(NamedTuple):
 
     def maps(self, mask: MaskSource) -> tuple[int, int]:
         """Return the number of sequences, and of heads, that have different block masks."""
-        return self.batch if mask.of_batch else 1, self.heads_q if mask.of_head else 1
+        of_batch = mask.of_batch or not self.layout.is_dense
+        return self.batch if of_batch else 1, self.heads_q if mask.of_head else 1
 
     def heads_per_list(self, mask: MaskSource) -> int:
         """Return the number of block masks, one per head, that a list covers; 0 without lists."""
@@ -269,8 +301,15 @@ class BlockMask:
         return self.address, *places, *strides, *sizes
 
 
+def config_text(kind: str) -> str:
+    """Return the C++ of ``BlockMaskConfig`` for a kind of batch, see `BatchLayout`."""
+    members = {"has_seqlens": kind != "dense", "packed": kind == "varlen"}
+    lines = [f"  static constexpr bool {name} = {json.dumps(x)};" for name, x in members.items()]
+    return "\n".join(("struct BlockMaskConfig {", *lines, "};"))
+
+
 def block_mask_unit(
-    mask: MaskSource, mods: np.dtype, *, has_lists: bool = False
+    mask: MaskSource, mods: np.dtype, *, has_lists: bool = False, kind: str = "dense"
 ) -> TranslationUnit:
     """Return the translation unit that builds block masks of a mask, for all sizes and tiles.
 
@@ -282,6 +321,8 @@ def block_mask_unit(
         Dtype of its ``ModArguments``.
     has_lists
         Whether the block masks have lists of query tiles, for the backward pass.
+    kind
+        Kind of batch, see `BatchLayout`.
     """
     last = (LIST, STORE_PAIRS) if has_lists else (ORDER,)
     entries = (FIND_RANGES,) * bool(mask.row_ranges or mask.key_ranges) + (BUILD, *last)
@@ -292,6 +333,7 @@ def block_mask_unit(
         f"// cupy_flash block map, sources {source_digest(*mask.headers, source)}",
         *(f'#include "{header}"' for header in mask.headers),
         mask.text,
+        config_text(kind),
         f'#include "{source}"',
         assertions(*structs, ("ModArguments", mods)),
         f"static_assert(block_mask::threads == {_THREADS});",
@@ -422,6 +464,9 @@ class BlockMaskKey:
         )
 
 
+# Addresses of the arrays `LENGTHS`, each 0 if it is not given.
+Lengths = tuple[int, int, int]
+NO_LENGTHS: Lengths = (0, 0, 0)
 # Function that allocates a number of bytes on the current device and stream, and returns the memory
 # and its address.
 Allocator = Callable[[int], tuple[Any, int]]
@@ -459,8 +504,12 @@ def build_mask(
     mask: MaskSource,
     mods: np.ndarray,
     allocate: Allocator | None = None,
+    lengths: Lengths = NO_LENGTHS,
 ) -> ReadyBlockMask:
     """Build a block mask, add it to the cache, and return it.
+
+    A block mask of sequences with lengths of their own is built on the current stream and is not
+    cached, because a later call may have other lengths in the same arrays.
 
     While the current stream is being captured, the block mask is built in the graph from the values
     that the mask's arrays have at each launch. It is not cached, because a later call could read it
@@ -473,8 +522,10 @@ def build_mask(
     mask, mods
         Source of the mask, and the values of its ``ModArguments``.
     allocate
-        Function that allocates memory in a graph; by default, CuPy's current pool does. Memory of
-        cached block masks always comes from CuPy's pool, on a separate stream.
+        Function that allocates memory on the current stream; by default, CuPy's current pool does.
+        Memory of cached block masks always comes from CuPy's pool, on a separate stream.
+    lengths
+        Addresses of the lengths of the sequences, unless the batch is dense.
 
     Raises
     ------
@@ -483,8 +534,8 @@ def build_mask(
     UnsupportedError
         If more thread blocks are needed than a grid may have.
     """
-    if _is_capturing(current):
-        return ReadyBlockMask(_build(key.spec, mask, mods, allocate or _allocate))
+    if not key.spec.layout.is_dense or _is_capturing(current):
+        return ReadyBlockMask(_build(key.spec, mask, mods, allocate or _allocate, lengths))
     cuda = cupy_module().cuda
     build_stream, built = _build_stream(key.device), cuda.Event(disable_timing=True)
     # Kernels on the current stream may still write the arrays that the mask reads.
@@ -511,8 +562,8 @@ def _is_capturing(stream: int) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _unit(mask: MaskSource, mods: np.dtype, has_lists: bool) -> TranslationUnit:
-    return block_mask_unit(mask, mods, has_lists=has_lists)
+def _unit(mask: MaskSource, mods: np.dtype, has_lists: bool, kind: str) -> TranslationUnit:
+    return block_mask_unit(mask, mods, has_lists=has_lists, kind=kind)
 
 
 def _allocate(size: int) -> tuple[Any, int]:
@@ -521,10 +572,15 @@ def _allocate(size: int) -> tuple[Any, int]:
 
 
 def _build(
-    spec: BlockMaskSpec, mask: MaskSource, mods: np.ndarray, allocate: Allocator
+    spec: BlockMaskSpec,
+    mask: MaskSource,
+    mods: np.ndarray,
+    allocate: Allocator,
+    lengths: Lengths = NO_LENGTHS,
 ) -> BlockMask:
     """Enqueue the kernels that build a block mask on the current stream."""
-    unit, layout = _unit(mask, mods.dtype, spec.lists is not None), Layout.of(spec, mask)
+    unit = _unit(mask, mods.dtype, spec.lists is not None, spec.layout.kind)
+    layout = Layout.of(spec, mask)
     batches, heads = spec.maps(mask)
     parts = spec.row_tiles * spec.parts
     thread_blocks = batches * heads * parts
@@ -543,11 +599,11 @@ def _build(
         layout=layout,
         words=spec.words,
         key_blocks=spec.key_blocks,
-        batch_stride=heads * spec.row_tiles if mask.of_batch else 0,
+        batch_stride=heads * spec.row_tiles if batches > 1 else 0,
         head_stride=spec.row_tiles if mask.of_head else 0,
         memory=memory,
     )
-    given = ByValue(packed_params(spec, mask, mods, built, ranges))
+    given = ByValue(packed_params(spec, mask, mods, built, ranges, lengths))
     if FIND_RANGES in kernels:
         of_rows = parts if mask.row_ranges else 0
         of_keys = spec.key_blocks if mask.key_ranges else 0
@@ -565,7 +621,12 @@ def _build(
 
 
 def packed_params(
-    spec: BlockMaskSpec, mask: MaskSource, mods: np.ndarray, block_mask: BlockMask, ranges: int
+    spec: BlockMaskSpec,
+    mask: MaskSource,
+    mods: np.ndarray,
+    block_mask: BlockMask,
+    ranges: int,
+    lengths: Lengths = NO_LENGTHS,
 ) -> bytearray:
     """Return the argument struct of the kernels that build a block mask.
 
@@ -577,6 +638,8 @@ def packed_params(
         Block mask to build, whose memory is allocated.
     ranges
         Address of the scratch memory; 0 if there is none.
+    lengths
+        Addresses of the lengths of the sequences.
     """
     batches, heads = spec.maps(mask)
     left, right = spec.band
@@ -590,6 +653,9 @@ def packed_params(
     record["query_tiles"] = spec.row_tiles
     record["row_groups"], record["group_rows"] = spec.parts, spec.Br // spec.parts
     record["heads_per_list"] = spec.heads_per_list(mask)
+    record["total_q"], record["total_k"] = spec.layout.total_q, spec.layout.total_k
+    for name, address in zip(LENGTHS, lengths, strict=True):
+        record[name] = address
     record["left"], record["right"] = left, right
     record["mods"] = mods
     return bytearray(record.tobytes())

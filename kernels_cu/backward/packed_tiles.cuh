@@ -47,6 +47,26 @@ __device__ inline PackedRange rows_of_sequence(const int* starts, int batch, int
   return search_rows(starts, batch, total, [=](int i, int) { return i <= sequence; });
 }
 
+// Returns the rows that a sequence occupies in q and k. No packed row may belong to two sequences,
+// even if `cu_seqlens` or `seqused_k` say so, because two CTAs would then write its gradient.
+template <class Config>
+__device__ Sequence sequence_of(const Params& p, int batch) {
+  if constexpr (Config::has_seqlens) {
+    Sequence sequence = find_sequence<0>(p, batch);
+    if constexpr (Config::packed) {
+      const PackedRange q = rows_of_sequence(p.cu_seqlens_q, p.batch, p.total_q, batch);
+      const PackedRange k = rows_of_sequence(p.cu_seqlens_k, p.batch, p.total_k, batch);
+      sequence.q_first = q.begin;
+      sequence.seqlen_q = clamp(q.end - q.begin, 0, sequence.seqlen_q);
+      sequence.k_first = k.begin;
+      sequence.seqlen_k = clamp(k.end - k.begin, 0, sequence.seqlen_k);
+    }
+    return sequence;
+  } else {
+    return {batch, 0, p.seqlen_q, batch, 0, p.seqlen_k};
+  }
+}
+
 // Returns the only sequence that may contain `row`, and the rows of that sequence.
 __device__ inline PackedRange find_sequence_rows(const int* starts, int batch, int total, int row) {
   return search_rows(starts, batch, total, [=](int, int first) { return first <= row; });

@@ -33,11 +33,12 @@ struct GradientParams : Params {
   void* bias_runs;     // sums of runs in the workspace, see hopper/bias_gradients.cuh
   void* capture_sums;  // sums of dcaptures in the workspace, see inputs/captures.cuh
   // With Config::splits_queries (query_chunks.cuh): array in the workspace of `kv_semaphores`
-  // semaphores, followed by sums of dk and dv of KV tiles; the number of chunks of query heads; and
-  // the number of chunks of query tiles in the last section or, with packed keys, in all sections.
+  // semaphores, followed by sums of dk and dv of KV tiles.
   void* kv_sums;
   void* packed_tiles;  // array in the workspace, with Config::orders_sequences (packed_order.cuh)
-  int kv_semaphores;   // this one and the next two belong to `kv_sums`
+  int kv_semaphores;
+  // Number of chunks of query heads, and number of chunks of query tiles in the last section or,
+  // with packed keys, in all sections.
   int head_chunks;
   int tile_chunks;
   // Index of the first CTA of the last section (tile_coord.cuh), or the number of CTAs if there is
@@ -132,26 +133,6 @@ template <class Config, class Input>
 struct GradientType<Config, Input, false> {
   using type = typename Config::Gradient;
 };
-
-// Returns the rows that a sequence occupies in q and k. No packed row may belong to two sequences,
-// even if `cu_seqlens` or `seqused_k` say so, because two CTAs would then write its gradient.
-template <class Config>
-__device__ Sequence sequence_of(const Params& p, int batch) {
-  if constexpr (Config::has_seqlens) {
-    Sequence sequence = find_sequence<0>(p, batch);
-    if constexpr (Config::packed) {
-      const PackedRange q = rows_of_sequence(p.cu_seqlens_q, p.batch, p.total_q, batch);
-      const PackedRange k = rows_of_sequence(p.cu_seqlens_k, p.batch, p.total_k, batch);
-      sequence.q_first = q.begin;
-      sequence.seqlen_q = clamp(q.end - q.begin, 0, sequence.seqlen_q);
-      sequence.k_first = k.begin;
-      sequence.seqlen_k = clamp(k.end - k.begin, 0, sequence.seqlen_k);
-    }
-    return sequence;
-  } else {
-    return {batch, 0, p.seqlen_q, batch, 0, p.seqlen_k};
-  }
-}
 
 // Returns the mask that decides by position which pairs of a sequence are visible.
 template <class Config>

@@ -5,7 +5,10 @@
 // (query, key) pairs until it has found a visible and a masked pair. `order_tiles` sorts the query
 // tiles by their number of nonempty key blocks.
 //
-// The translation unit declares `ModArguments`, `Mods` and `MaskBounds` before this file.
+// The translation unit declares `ModArguments`, `Mods`, `MaskBounds` and `BlockMaskConfig` before
+// this file. `BlockMaskConfig` tells whether sequences have lengths of their own (`has_seqlens`) and
+// whether they are packed (`packed`). Then all arrays still have space for the longest sequence.
+#include "backward/packed_tiles.cuh"
 #include "block_mask/bounds.cuh"
 #include "block_mask/block_mask.cuh"
 #include "score/capture.cuh"
@@ -24,6 +27,12 @@ struct BlockMaskParams {
   int query_tiles;
   int row_groups;  // number of row groups per query tile
   int heads_per_list;  // number of `heads` per list of query tiles; 0 without lists
+  // With `BlockMaskConfig::has_seqlens`, as in `Params`. Otherwise null and 0.
+  int total_q;
+  int total_k;
+  const int* cu_seqlens_q;
+  const int* cu_seqlens_k;
+  const int* seqused_k;
   // Causal or window band: only the keys from `left` before a row's position to `right` after it
   // are considered.
   // Positions may be 2^31 apart, so sums with `left` and `right` need 64 bits.
@@ -52,9 +61,35 @@ struct BatchHead {
   int index;
   int batch;
   int head;
+  Sequence sequence;
+  int q_offset;  // position of the first query among the keys
 
   __device__ BatchHead(const BlockMaskParams& p, int index)
-      : index(index), batch(index / p.heads), head(index % p.heads) {}
+      : index(index),
+        batch(index / p.heads),
+        head(index % p.heads),
+        sequence(sequence_of_batch(p, batch)),
+        q_offset(BlockMaskConfig::packed ? sequence.seqlen_k - sequence.seqlen_q : p.q_offset) {}
+
+  // Returns the coordinates of the query at position i, as functions of the mask take them.
+  __device__ auto mod_row(const BlockMaskParams& p, int i) const {
+    return Mods::row(p.mods, batch, head, i, i - q_offset, sequence.q_first, sequence.k_first, 0);
+  }
+
+ private:
+  // Returns the rows of a sequence as the kernels of the backward pass find them.
+  __device__ static Sequence sequence_of_batch(const BlockMaskParams& p, int batch) {
+    Params call = {};
+    call.batch = p.batches;
+    call.seqlen_q = p.seqlen_q;
+    call.seqlen_k = p.seqlen_k;
+    call.cu_seqlens_q = p.cu_seqlens_q;
+    call.cu_seqlens_k = p.cu_seqlens_k;
+    call.seqused_k = p.seqused_k;
+    call.total_q = p.total_q;
+    call.total_k = p.total_k;
+    return sequence_of<BlockMaskConfig>(call, batch);
+  }
 };
 
 // Positions of the rows of a row group, and keys of a key block; all bounds are inclusive.
@@ -64,11 +99,11 @@ struct Block {
   int j_low;
   int j_high;
 
-  __device__ Block(const BlockMaskParams& p, int row_group, int key_block)
-      : i_low(row_group * p.group_rows + p.q_offset),
-        i_high(min((row_group + 1) * p.group_rows, p.seqlen_q) - 1 + p.q_offset),
+  __device__ Block(const BlockMaskParams& p, const BatchHead& of, int row_group, int key_block)
+      : i_low(row_group * p.group_rows + of.q_offset),
+        i_high(min((row_group + 1) * p.group_rows, of.sequence.seqlen_q) - 1 + of.q_offset),
         j_low(key_block * p.Bc),
-        j_high(min((key_block + 1) * p.Bc, p.seqlen_k) - 1) {}
+        j_high(min((key_block + 1) * p.Bc, of.sequence.seqlen_k) - 1) {}
 
   // Returns the block without the rows and keys that lie entirely outside of the band.
   __device__ Block within_band(const BlockMaskParams& p) const {
@@ -142,19 +177,22 @@ __device__ inline void find_ranges(const BlockMaskParams& p) {
   const BatchHead batch_head(p, int(head));
   const bool is_first_lane = threadIdx.x % lanes == 0;
   if (index_in_head < row_groups) {
-    const Block block(p, int(index_in_head), 0);
-    // The last query tile may have row groups without rows.
+    const Block block(p, batch_head, int(index_in_head), 0);
+    // The last query tile, and those past the end of a sequence, may have row groups without rows.
     if (block.i_low > block.i_high) return;
     const auto ranges = ranges_between(block.i_low, block.i_high, [&](int i) {
-      return MaskBounds::rows_at(p.mods, batch_head.batch, batch_head.head, i, 0, 0);
+      return MaskBounds::rows_at(p.mods, batch_head.batch, batch_head.head, i,
+                                 batch_head.sequence.q_first, batch_head.sequence.k_first);
     });
     auto* target = static_cast<MaskBounds::Rows*>(p.row_ranges);
     if (is_first_lane) target[int64(batch_head.index) * row_groups + index_in_head] = ranges;
   } else {
     const int key_block = int(index_in_head) - row_groups;
-    const Block block(p, 0, key_block);
+    const Block block(p, batch_head, 0, key_block);
+    if (block.j_low > block.j_high) return;
     const auto ranges = ranges_between(block.j_low, block.j_high, [&](int j) {
-      return MaskBounds::keys_at(p.mods, batch_head.batch, batch_head.head, j, 0, 0);
+      return MaskBounds::keys_at(p.mods, batch_head.batch, batch_head.head, j,
+                                 batch_head.sequence.q_first, batch_head.sequence.k_first);
     });
     auto* target = static_cast<MaskBounds::Keys*>(p.key_ranges);
     if (is_first_lane) target[int64(batch_head.index) * p.map.key_blocks + key_block] = ranges;
@@ -172,7 +210,7 @@ __device__ inline Visibility classify_by_bounds(const BlockMaskParams& p,
                                                 const BatchHead& batch_head, int row_group,
                                                 int key_block) {
   if (key_block >= p.map.key_blocks) return Visibility::none;
-  const Block block = Block(p, row_group, key_block).within_band(p);
+  const Block block = Block(p, batch_head, row_group, key_block).within_band(p);
   if (block.is_empty()) return Visibility::none;
   MaskBounds::Rows rows = {};
   MaskBounds::Keys keys = {};
@@ -185,7 +223,8 @@ __device__ inline Visibility classify_by_bounds(const BlockMaskParams& p,
         p.key_ranges)[int64(batch_head.index) * p.map.key_blocks + key_block];
   }
   return MaskBounds::classify(p.mods, batch_head.batch, batch_head.head, block.i_low, block.i_high,
-                              block.j_low, block.j_high, 0, 0, rows, keys);
+                              block.j_low, block.j_high, batch_head.sequence.q_first,
+                              batch_head.sequence.k_first, rows, keys);
 }
 
 // Evaluates the mask at the corners of a block. This decides most blocks that a boundary of the
@@ -197,8 +236,7 @@ __device__ inline Truth evaluate_corners(const BlockMaskParams& p, const BatchHe
   for (int corner = 0; corner < 4; ++corner) {
     const int i = corner % 2 ? block.i_high : block.i_low;
     const int j = corner / 2 ? block.j_high : block.j_low;
-    const auto row =
-        Mods::row(p.mods, batch_head.batch, batch_head.head, i, i - p.q_offset, 0, 0, 0);
+    const auto row = batch_head.mod_row(p, i);
     const bool is_visible = Mods::is_visible(p.mods, row, Mods::keys(p.mods, row, j), 0);
     const bool is_inside = int64(j) >= int64(i) - p.left && int64(j) <= int64(i) + p.right;
     visible.may_be_true |= is_inside & is_visible;
@@ -219,8 +257,7 @@ __device__ __forceinline__ void evaluate_pairs(const BlockMaskParams& p,
     const int j = first + lane;
     int rows = 0;
     for (int i = block.i_low + warp; i <= block.i_high; i += warps) {
-      const auto row =
-          Mods::row(p.mods, batch_head.batch, batch_head.head, i, i - p.q_offset, 0, 0, 0);
+      const auto row = batch_head.mod_row(p, i);
       const auto keys = Mods::keys(p.mods, row, j);
       const int begin = int(max(int64(block.j_low), int64(i) - p.left));
       const int end = int(min(int64(block.j_high), int64(i) + p.right));
@@ -259,7 +296,8 @@ __device__ inline BlockStates classify_word(const BlockMaskParams& p, const Batc
                                     : Visibility::none;
   if (visibility == Visibility::all) visible = {true, false};
   if (visibility == Visibility::some) {
-    visible = evaluate_corners(p, batch_head, Block(p, row_group, key_block).within_band(p));
+    const Block block = Block(p, batch_head, row_group, key_block).within_band(p);
+    visible = evaluate_corners(p, batch_head, block);
     is_undecided = !(visible.may_be_true && visible.may_be_false);
   }
   return {__ballot_sync(all_lanes, is_undecided), __ballot_sync(all_lanes, visible.may_be_true),
@@ -275,8 +313,7 @@ __device__ __forceinline__ void store_visible_pairs(const BlockMaskParams& p,
   static_assert(threads == 2 * TilePairs::threads, "each thread processes one row");
   const int thread = threadIdx.x / 2, half = threadIdx.x % 2;
   const int row = row_group * p.group_rows + TilePairs::first_row(thread) + 8 * half;
-  const auto mod_row =
-      Mods::row(p.mods, batch_head.batch, batch_head.head, row + p.q_offset, row, 0, 0, 0);
+  const auto mod_row = batch_head.mod_row(p, row + batch_head.q_offset);
   const auto keys = Mods::keys(p.mods, mod_row, key_block * p.Bc + TilePairs::first_key(thread));
   unsigned* bits = p.map.visible_pairs<TilePairs>(blockIdx.x, slot)[thread].bits[half];
 #pragma unroll
@@ -305,7 +342,8 @@ __device__ inline void build(const BlockMaskParams& p) {
     for (int n = 0; n < warps; ++n) {
       for (unsigned left = states[n].undecided; left != 0; left &= left - 1) {
         const int bit = __ffs(left) - 1;
-        const Block block = Block(p, row_group, (first + n) * 32 + bit).within_band(p);
+        const Block block =
+            Block(p, batch_head, row_group, (first + n) * 32 + bit).within_band(p);
         evaluate_pairs(p, batch_head, block, 1u << bit, states[n]);
       }
     }

@@ -52,16 +52,19 @@ struct ListedBlocks {
 };
 
 // Returns whether all pairs of a query tile and a key block exist and are inside the band.
-__device__ inline bool is_inside_band(const BlockMaskParams& p, int tile, int key_block) {
-  const Block block(p, tile, key_block);
-  return (tile + 1) * p.group_rows <= p.seqlen_q && (key_block + 1) * p.Bc <= p.seqlen_k &&
+__device__ inline bool is_inside_band(const BlockMaskParams& p, const BatchHead& batch_head,
+                                      int tile, int key_block) {
+  const Block block(p, batch_head, tile, key_block);
+  return (tile + 1) * p.group_rows <= batch_head.sequence.seqlen_q &&
+         (key_block + 1) * p.Bc <= batch_head.sequence.seqlen_k &&
          int64(block.j_low) >= int64(block.i_high) - p.left &&
          int64(block.j_high) <= int64(block.i_low) + p.right;
 }
 
 // Returns the entry of a query tile that has a visible pair with the key block.
 __device__ inline QueryTileEntry list_entry(const BlockMaskParams& p, const ListedBlocks& blocks,
-                                            int tile, int key_block) {
+                                            const BatchHead& batch_head, int tile,
+                                            int key_block) {
   const int word = key_block / 32, bit = key_block % 32;
   const unsigned nonempty = blocks.nonempty(tile, word);
   // CTAs of later keys add to dq first.
@@ -72,7 +75,8 @@ __device__ inline QueryTileEntry list_entry(const BlockMaskParams& p, const List
   QueryTileEntry entry = {};
   entry.tile = tile;
   entry.order_index = later;
-  entry.is_full = (blocks.full(tile, word) >> bit & 1) && is_inside_band(p, tile, key_block);
+  entry.is_full =
+      (blocks.full(tile, word) >> bit & 1) && is_inside_band(p, batch_head, tile, key_block);
   entry.is_last_cta = earlier == 0;
   return entry;
 }
@@ -85,6 +89,7 @@ __device__ inline void list_query_tiles(const BlockMaskParams& p) {
   const int key_block = list % p.map.key_blocks;
   if (list >= p.map.lists) return;
   const ListedBlocks blocks(p, list_head);
+  const BatchHead first_head(p, int(blocks.first_head));
   const int lane = threadIdx.x % lanes;
   auto* entries = reinterpret_cast<QueryTileEntry*>(QueryTileLists{p.map}.words() + list * p.query_tiles);
   int count = 0;
@@ -94,7 +99,8 @@ __device__ inline void list_query_tiles(const BlockMaskParams& p) {
                            (blocks.nonempty(tile, key_block / 32) >> key_block % 32 & 1);
     const unsigned listed = __ballot_sync(all_lanes, is_listed);
     if (is_listed) {
-      entries[count + __popc(listed & ((1u << lane) - 1))] = list_entry(p, blocks, tile, key_block);
+      entries[count + __popc(listed & ((1u << lane) - 1))] =
+          list_entry(p, blocks, first_head, tile, key_block);
     }
     count += __popc(listed);
   }
@@ -135,14 +141,14 @@ __device__ inline void store_pairs(const BlockMaskParams& p) {
         key_block * p.Bc + block % key_blocks * Pairs::side + Pairs::first_key(thread);
     unsigned bits = 0;
     for (int r = 0; r < 16; ++r) {
-      const int i = row + Pairs::row_step(r) + p.q_offset;
-      const auto mod_row =
-          Mods::row(p.mods, batch_head.batch, batch_head.head, i, i - p.q_offset, 0, 0, 0);
+      const int i = row + Pairs::row_step(r) + batch_head.q_offset;
+      const auto mod_row = batch_head.mod_row(p, i);
       const auto keys = Mods::keys(p.mods, mod_row, j);
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         const int key = j + 8 * n;
-        const bool is_inside = i - p.q_offset < p.seqlen_q && key < p.seqlen_k &&
+        const bool is_inside = i - batch_head.q_offset < batch_head.sequence.seqlen_q &&
+                               key < batch_head.sequence.seqlen_k &&
                                int64(key) >= int64(i) - p.left && int64(key) <= int64(i) + p.right;
         const bool is_visible = Mods::is_visible(p.mods, mod_row, keys, 8 * n);
         bits |= unsigned(is_inside & is_visible) << Pairs::bit(r, n);

@@ -25,6 +25,7 @@ from cupy_flash.gpu import block_masks
 from cupy_flash.gpu.block_masks import (
     BLOCK_MASK_DTYPE,
     UNBOUNDED,
+    BatchLayout,
     BlockMask,
     BlockMaskKey,
     BlockMaskSpec,
@@ -135,6 +136,29 @@ def test_lists_have_the_tiles_of_the_mma_family(name, hosts, rng) -> None:
         print(spec)
         maps = spec.maps(mask_text(MASKS[name], "float32"))
         check_lists(hosts[name].build(spec), MASKS[name], spec, maps)
+
+
+@pytest.mark.parametrize("kind", ["varlen", "padded"])
+def test_lists_of_sequences_of_different_lengths(kind, tmp_path_factory, rng) -> None:
+    folder = tmp_path_factory.mktemp(kind)
+    compiled = compiled_masks(folder, list(MASKS.values()), builds=True, kind=kind)
+    for name, host in zip(MASKS, compiled, strict=True):
+        spec = random_spec(rng, (BATCH, HEADS, 260), (64, 128), (64, 128), 100, 150)
+        queries, keys = (rng.integers(0, n + 1, BATCH) for n in (spec.seqlen_q, spec.seqlen_k))
+        queries[rng.integers(BATCH)], keys[rng.integers(BATCH)] = 0, spec.seqlen_k
+        starts = [np.append(0, np.cumsum(x)).astype(np.int32) for x in (queries, keys)]
+        layout = BatchLayout(kind, int(starts[0][-1]) + 3, int(starts[1][-1]))
+        arrays: list[np.ndarray | None] = [*starts, None]
+        if kind == "padded":
+            queries, layout = np.full(BATCH, spec.seqlen_q), BatchLayout(kind)
+            arrays = [None, None, keys.astype(np.int32)]
+        group = int(rng.choice([1, HEADS]))
+        text = mask_text(MASKS[name], "float32")
+        lists = QueryTileLists(group, stores_pairs=group == 1 or not text.of_head)
+        spec = spec._replace(Br=int(rng.choice([64, 128])), parts=1, lists=lists, layout=layout)
+        print(name, spec, queries, keys)
+        lengths = list(zip(queries.tolist(), keys.tolist(), strict=True))
+        check_lists(host.build(spec, arrays), MASKS[name], spec, spec.maps(text), lengths)
 
 
 def test_kernels_read_of_a_block_mask_what_was_written_to_it(hosts, rng) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from cupy_flash.arrays.overlap import OverlapCheck, require_no_overlap
-from cupy_flash.arrays.strided import as_cupy
+from cupy_flash.arrays.strided import address_of, as_cupy
 from cupy_flash.calls.arguments import WRITTEN_GRADIENTS, GradientArguments
 from cupy_flash.calls.check.gradients import check_gradient_call, result_spec
 from cupy_flash.calls.check.modifications import NO_USER_MODS, UserMods
@@ -19,7 +20,7 @@ from cupy_flash.calls.gpu.block_masks import block_mask_spec, ready_block_mask
 from cupy_flash.calls.gpu.forward import loaded_launches
 from cupy_flash.calls.gpu.prepared_calls import Context, Operation
 from cupy_flash.calls.options import Options
-from cupy_flash.gpu.block_masks import BlockMaskKey
+from cupy_flash.gpu.block_masks import LENGTHS, BlockMaskKey, Lengths
 from cupy_flash.gpu.counters import shared
 from cupy_flash.gpu.environment import cupy_module
 from cupy_flash.gpu.launch import Launches
@@ -61,6 +62,9 @@ class Call:
         Indices of the gradients that are zeroed first, because kernels write only parts of them.
     block_mask_key
         Key of the block mask that the kernels read, or None.
+    length_indices
+        Indices among the call's arrays of the lengths that the block mask depends on; None for
+        each that is not given.
     """
 
     allocate: ResultAllocator
@@ -72,6 +76,7 @@ class Call:
     launches: Launches
     cleared: tuple[int, ...]
     block_mask_key: BlockMaskKey | None = None
+    length_indices: tuple[int | None, ...] = ()
 
     def run(
         self,
@@ -115,6 +120,7 @@ class Call:
                 ready = ready_block_mask(
                     *(user_mods.mask_mod, self.block_mask_key, stream, arguments),
                     uses_torch=self.uses_torch,
+                    lengths=_lengths(addresses.__getitem__, self.length_indices),
                 )
                 values += (ready.address,)
             self.launches.run(values, stream)
@@ -151,6 +157,9 @@ def prepare(arguments: GradientArguments, options: Options, context: Context) ->
         sources["seqused_k"] = "seqlens_k"
     fixed: dict[str, Any] = {}
     spec, block_mask_key = block_mask_spec(plan), None
+    length_indices = tuple(
+        [fields.index(sources[name]) if name in sources else None for name in LENGTHS]
+    )
     cuda = cupy_module().cuda
     device = cuda.runtime.getDevice()
     if spec is not None:
@@ -159,6 +168,7 @@ def prepare(arguments: GradientArguments, options: Options, context: Context) ->
         ready = ready_block_mask(
             *(context.user_mods.mask_mod, block_mask_key, cuda.get_current_stream().ptr, arguments),
             uses_torch=context.uses_torch,
+            lengths=_lengths(lambda i: address_of(arguments[i]), length_indices),
         )
         fixed["block_mask"] = ready.block_mask.fields
         sources |= {"block_mask.memory": _BLOCK_MASK}
@@ -187,11 +197,18 @@ def prepare(arguments: GradientArguments, options: Options, context: Context) ->
             if problem.is_empty or (name not in ROWS and not problem.layout.is_dense)
         ),
         block_mask_key=block_mask_key,
+        length_indices=length_indices,
     )
 
 
 # Gradients of attention. The options of a call are `Options` with `wrt`.
 GRADIENTS = Operation(readable, prepare, check_gradient_call)
+
+
+def _lengths(address_at: Callable[[int], int], indices: tuple[int | None, ...]) -> Lengths:
+    """Return the addresses of the lengths of sequences, given that of each array of a call."""
+    cu_seqlens_q, cu_seqlens_k, seqused_k = [0 if i is None else address_at(i) for i in indices]
+    return cu_seqlens_q, cu_seqlens_k, seqused_k
 
 
 def _field_of(name: str) -> str:

@@ -11,8 +11,11 @@ from cupy_flash.calls.arguments import Arguments, GradientArguments
 from cupy_flash.calls.gpu.allocate import new_torch_memory
 from cupy_flash.families import FAMILIES
 from cupy_flash.gpu.block_masks import (
+    NO_LENGTHS,
+    BatchLayout,
     BlockMaskKey,
     BlockMaskSpec,
+    Lengths,
     MaskSource,
     ReadyBlockMask,
     build_mask,
@@ -36,6 +39,7 @@ def ready_block_mask(
     arguments: Arguments | GradientArguments | None = None,
     *,
     uses_torch: bool = False,
+    lengths: Lengths = NO_LENGTHS,
 ) -> ReadyBlockMask:
     """Return the block mask of a mask on the current device, ready for the next launch.
 
@@ -54,6 +58,8 @@ def ready_block_mask(
         Record with the arrays that the mask reads; by default those that it captured.
     uses_torch
         Whether the call's workspace is torch's memory. A graph then captures torch's memory, too.
+    lengths
+        Addresses of the lengths of the sequences, unless the batch is dense.
 
     Raises
     ------
@@ -63,12 +69,12 @@ def ready_block_mask(
         If there are too many blocks.
     """
     kept = mod.kept_maps()
-    result = find_kept_mask(kept, key, current)
+    result = find_kept_mask(kept, key, current) if key.spec.layout.is_dense else None
     if result is not None:
         return result
     mods = packed_captures(mod, key.dtype, arguments)
     allocate = new_torch_memory if uses_torch else None
-    return build_mask(kept, key, current, mask_text(mod, key.dtype), mods, allocate)
+    return build_mask(kept, key, current, mask_text(mod, key.dtype), mods, allocate, lengths)
 
 
 def packed_captures(
@@ -101,6 +107,7 @@ def block_mask_spec(plan: Plan) -> BlockMaskSpec | None:
         *((False, None, None) if score.prefix else (problem.causal, score.left, score.right)),
         family.row_groups(plan.tile),
         family.query_tile_lists(problem, plan.tile),
+        BatchLayout(problem.layout.kind, problem.layout.total_q, problem.layout.total_k),
     )
 
 

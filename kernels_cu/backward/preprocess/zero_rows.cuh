@@ -32,9 +32,8 @@ struct UnwrittenRows {
   // A template, because `p.block_mask` exists only in translation units with modifications.
   template <class AnyParams>
   __device__ static void zero_queries(const AnyParams& p) {
-    if constexpr (Config::block_mask) {
-      zero_unlisted_tiles(p);
-    } else {
+    if constexpr (Config::block_mask) zero_unlisted_tiles(p);
+    if constexpr (!Config::block_mask || Config::packed) {
       const int rows = Config::packed ? p.total_q : p.seqlen_q;
       zero_rows_if<Config::head_dim>(
           p.dq, p.heads_q, rows, Config::packed ? 1 : p.batch,
@@ -48,18 +47,21 @@ struct UnwrittenRows {
   template <class AnyParams>
   __device__ static void zero_unlisted_tiles(const AnyParams& p) {
     constexpr int Br = Config::dq_Br;
+    // Each sequence has as many tiles in the block mask as the longest one.
     const int tiles = ceil_div(p.seqlen_q, Br), lane = threadIdx.x % 32;
     const int64 count = int64(p.batch) * p.heads_q * tiles;
     for (int64 index = (int64(blockIdx.x) * blockDim.x + threadIdx.x) / 32; index < count;
          index += int64(gridDim.x) * blockDim.x / 32) {
       const int tile = index % tiles, head = index / tiles % p.heads_q;
       const int batch = index / tiles / p.heads_q;
+      const Sequence sequence = sequence_of<Config>(p, batch);
+      if (tile * Br >= sequence.seqlen_q) continue;
       const MaskedBlocks<1> blocks(p.block_mask, batch, head, tile);
       unsigned any = 0;
       for (int word = lane; word < blocks.words; word += 32) any |= blocks.nonempty_word(word);
       if (__any_sync(~0u, any != 0)) continue;
-      for (int row = tile * Br; row < min((tile + 1) * Br, p.seqlen_q); ++row) {
-        zero_row<Config::head_dim>(p.dq, head, 1, batch, row);
+      for (int row = tile * Br; row < min((tile + 1) * Br, sequence.seqlen_q); ++row) {
+        zero_row<Config::head_dim>(p.dq, head, 1, sequence.q_batch, sequence.q_first + row);
       }
     }
   }
@@ -102,8 +104,11 @@ struct UnwrittenRows {
     }
     const Sequence sequence = sequence_of<Config>(p, batch);
     row -= sequence.q_first;
+    if (row < 0 || row >= sequence.seqlen_q) return true;
+    // With a block mask, `zero_unlisted_tiles` zeroes the rows of sequences.
+    if constexpr (Config::block_mask) return false;
     const Mask<Config> mask = mask_of<Config>(p, sequence, batch);
-    return row < 0 || row >= sequence.seqlen_q || mask.visible_begin(row) >= mask.visible_end(row);
+    return mask.visible_begin(row) >= mask.visible_end(row);
   }
 
   __device__ static bool is_unowned_key(const GradientParams& p, int batch, int row) {

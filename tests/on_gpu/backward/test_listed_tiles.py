@@ -22,12 +22,14 @@ from cupy_flash.families.hopper import backward
 pytestmark = pytest.mark.gpu
 
 BATCH, HEADS, HEADS_KV, SEQLEN_Q, SEQLEN_K = 2, 4, 2, 700, 900
+# Number of sequences of a batch in which each has its own length.
+SEQUENCES = 5
 Arrays = dict[str, np.ndarray]
 
 
 def documents(rng: np.random.Generator) -> Arrays:
     """Return document numbers; some rows and some keys are in no document."""
-    doc = np.sort(rng.integers(0, 9, (BATCH, SEQLEN_K)), axis=1).astype(np.int32)
+    doc = np.sort(rng.integers(0, 9, (SEQUENCES, SEQLEN_K)), axis=1).astype(np.int32)
     other = doc.copy()
     doc[:, 130:400], other[0, :300] = -1, -2
     return {"of_row": doc, "of_key": other}
@@ -76,6 +78,7 @@ def make_call(
     *,
     dtype: str = "bfloat16",
     heads: tuple[int, int] = (HEADS, HEADS_KV),
+    kind: str = "dense",
     **options: Any,
 ) -> GradientCall:
     function, captures = MASKS[name]
@@ -84,13 +87,26 @@ def make_call(
     monkeypatch.setattr(prepared_calls, "_calls", {})
 
     def values(rows: int, count: int, dim: int) -> np.ndarray:
-        return rng.standard_normal((BATCH, rows, count, dim)).astype(DTYPES[dtype])
+        shape = (rows,) if kind == "varlen" else (BATCH if kind == "dense" else SEQUENCES, rows)
+        return rng.standard_normal((*shape, count, dim)).astype(DTYPES[dtype])
 
     dim, dim_v = dims
+    rows, keys, lengths = SEQLEN_Q, SEQLEN_K, {}
+    if kind == "varlen":
+        starts = [
+            np.append(0, random_lengths(rng, most).cumsum()).astype(np.int32)
+            for most in (rows, keys)
+        ]
+        lengths = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), starts, strict=True))
+        rows, keys = (int(x[-1]) for x in starts)
+        options |= {"max_seqlen_q": SEQLEN_Q, "max_seqlen_k": SEQLEN_K}
+    elif kind == "padded":
+        lengths = {"seqlens_k": random_lengths(rng, keys).astype(np.int32)}
     arrays = {
-        "q": values(SEQLEN_Q, heads[0], dim),
-        "k": values(SEQLEN_K, heads[1], dim),
-        "v": values(SEQLEN_K, heads[1], dim_v),
+        "q": values(rows, heads[0], dim),
+        "k": values(keys, heads[1], dim),
+        "v": values(keys, heads[1], dim_v),
+        **lengths,
     }
     mods = {"mask_mod": ("of this test", captures(rng))}
     given = {"causal": False} | options
@@ -100,8 +116,13 @@ def make_call(
     for name_of_array in ("prefix_lens", "sinks", "alibi_slopes", "bias"):
         if name_of_array in given:
             arrays[name_of_array] = given.pop(name_of_array)
-    forward = ModifiedCall("dense", dtype, arrays, given, mods)
-    return GradientCall(forward, values(SEQLEN_Q, heads[0], dim_v))
+    forward = ModifiedCall(kind, dtype, arrays, given, mods)
+    return GradientCall(forward, values(rows, heads[0], dim_v))
+
+
+def random_lengths(rng: np.random.Generator, most: int) -> np.ndarray:
+    """Return lengths of sequences: 0, the largest one and random ones, in random order."""
+    return rng.permutation([0, most, *rng.integers(1, most, SEQUENCES - 2)])
 
 
 def check(call: GradientCall, family: str, **how: Any) -> dict[str, np.ndarray]:
@@ -121,6 +142,47 @@ def check(call: GradientCall, family: str, **how: Any) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("name", MASKS)
 def test_every_mask_gives_the_gradients(family, name, dims, causal, monkeypatch, rng) -> None:
     check(make_call(monkeypatch, rng, name, dims, causal=causal), family)
+
+
+@each_family
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", ["varlen", "padded"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)])
+@pytest.mark.parametrize("name", ["documents", "heads", "few pairs", "nothing", "one KV tile"])
+def test_sequences_of_different_lengths(family, name, dims, kind, causal, monkeypatch, rng) -> None:
+    monkeypatch.setattr(backward_common, "_LEAST_LISTED_KV_TILES", 1)
+    check(make_call(monkeypatch, rng, name, dims, kind=kind, causal=causal), family)
+
+
+@each_family
+@pytest.mark.parametrize("kind", ["varlen", "padded"])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)])
+@pytest.mark.parametrize("name", ["documents", "heads"])
+def test_sequences_of_different_lengths_without_stored_pairs(
+    family, name, heads, kind, monkeypatch, rng
+) -> None:
+    monkeypatch.setattr(backward_common, "_LEAST_LISTED_KV_TILES", 1)
+    monkeypatch.setattr(backward, "_PAIR_BYTES", 0)
+    check(make_call(monkeypatch, rng, name, (128, 128), heads=heads, kind=kind), family)
+
+
+@each_family
+def test_lists_follow_lengths_that_change_in_place(family, monkeypatch, rng) -> None:
+    """The lengths are in device memory, so a prepared call may find other lengths there."""
+    monkeypatch.setattr(backward_common, "_LEAST_LISTED_KV_TILES", 1)
+    call = make_call(monkeypatch, rng, "documents", (64, 64), kind="varlen")
+    positional, named = call.given(cupy)
+    for _ in range(2):
+        gradients = cupy_flash.flash_attention_varlen_backward(*positional, **named, family=family)
+        found = {n: x.get() for n, x in zip(call.names, gradients, strict=True)}
+        check_gradients(call, found)
+        for name in ("cu_seqlens_q", "cu_seqlens_k"):
+            starts = call.forward.arrays[name]
+            starts[1:-1] = np.sort(starts[-1] - starts[1:-1])
+        call = GradientCall(call.forward, call.dout)
+        changed, _ = call.given(cupy)
+        for array, new in zip(positional[4:8], changed[4:8], strict=True):
+            array[...] = new
 
 
 @only_mma

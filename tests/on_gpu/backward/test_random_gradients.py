@@ -10,7 +10,15 @@ import pytest
 from support.gpu import cupy
 from support.gradients.gradient_cases import CALLS, CLASSES, FIRST, check
 
+from cupy_flash.families import backward_common
+
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def lists_of_short_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the short sequences of these calls have lists of query tiles, too."""
+    monkeypatch.setattr(backward_common, "_LEAST_LISTED_KV_TILES", 1)
 
 
 @pytest.mark.parametrize("of_class", range(CLASSES))

@@ -21,6 +21,7 @@ from cupy_flash.gpu.block_masks import (
     Layout,
     MaskSource,
     ReadyBlockMask,
+    config_text,
     packed_params,
 )
 from cupy_flash.mods.modification import MaskMod
@@ -72,6 +73,7 @@ extern "C" void classify{number}(const ModArguments* a, int b, int h, int count,
 
 _BUILDER = """
 namespace mask{number} {{
+{config}
 #include "block_mask/build_lists.cu"
 
 extern "C" void read{number}(const BlockMask* map, int batch, int head, int tile, int* answers) {{
@@ -133,27 +135,37 @@ class HostMask(NamedTuple):
     """Functions of a mask whose generated code is compiled for the CPU.
 
     `classify` takes b, h and rows (i_low, i_high, j_low, j_high), and returns NONE, SOME or ALL for
-    each row. `build` builds the block mask of a `BlockMaskSpec`. `read` takes a `BLOCK_MASK_DTYPE`
+    each row. `build` builds the block mask of a `BlockMaskSpec`, given the arrays of lengths unless
+    the batch is dense. `read` takes a `BLOCK_MASK_DTYPE`
     record, batch, head and row tile, and returns what a kernel reads for this row tile, which has
     two parts.
     """
 
     classify: Callable[[int, int, np.ndarray], np.ndarray]
-    build: Callable[[BlockMaskSpec], FoundMap | FoundLists]
+    build: Callable[..., FoundMap | FoundLists]
     read: Callable[[np.ndarray, int, int, int], np.ndarray]
 
 
 def compiled_masks(
-    folder: Path, mods: Sequence[MaskMod], dtype: str = "float32", *, builds: bool = False
+    folder: Path,
+    mods: Sequence[MaskMod],
+    dtype: str = "float32",
+    *,
+    builds: bool = False,
+    kind: str = "dense",
 ) -> list[HostMask]:
-    """Compile the code of masks together, with or without the code that builds block masks."""
+    """Compile the code of masks together, with or without the code that builds block masks.
+
+    `kind` is the kind of the batches for which block masks are built.
+    """
     if COMPILER is None:
         pytest.skip("no g++ to compile device text with")
     texts = [mask_text(mod, dtype) for mod in mods]
     headers = ["cuda.h", *texts[0].headers, "block_mask/query_tile_lists.cuh"]
-    unit = _BOUNDS + _BUILDER * builds
-    source, library = folder / "masks.cpp", folder / "masks.so"
-    units = [unit.format(number=n, text=text.text) for n, text in enumerate(texts)]
+    headers += ["backward/packed_tiles.cuh"] * builds
+    unit, config = _BOUNDS + _BUILDER * builds, config_text(kind)
+    source, library = folder / f"{kind}_masks.cpp", folder / f"{kind}_masks.so"
+    units = [unit.format(number=n, text=text.text, config=config) for n, text in enumerate(texts)]
     includes = "".join(f'#include "{header}"\n' for header in headers)
     first = _BLOCK if builds else _READING
     source.write_text(first + includes + "".join(units), encoding="utf-8")
@@ -182,7 +194,9 @@ def _host_mask(
         classify(pointer(packed()), b, h, len(ends), pointer(ends), pointer(seen))
         return seen
 
-    def built(spec: BlockMaskSpec) -> FoundMap:
+    def built(
+        spec: BlockMaskSpec, lengths: Sequence[np.ndarray | None] = (None, None, None)
+    ) -> FoundMap | FoundLists:
         layout, (batches, heads) = Layout.of(spec, text), spec.maps(text)
         # The memory starts with garbage, so that a read of unwritten bytes changes the result.
         memory = np.full(layout.bytes, 0xA5, np.uint8)
@@ -190,7 +204,8 @@ def _host_mask(
         sizes = {"layout": layout, "words": spec.words, "key_blocks": spec.key_blocks}
         address, strides = memory.ctypes.data, {"batch_stride": 0, "head_stride": 0}
         map = BlockMask(address=address, memory=memory, **sizes, **strides)
-        packed_bytes = packed_params(spec, text, packed(), map, scratch.ctypes.data)
+        addresses = tuple(0 if array is None else array.ctypes.data for array in lengths)
+        packed_bytes = packed_params(spec, text, packed(), map, scratch.ctypes.data, addresses)
         params = np.frombuffer(packed_bytes, np.uint8)
         parts = spec.row_tiles * spec.parts
         of_rows = parts if text.row_ranges else 0
@@ -295,12 +310,23 @@ def read_lists(
 
 
 def check_lists(
-    found: FoundLists, mod: MaskMod, spec: BlockMaskSpec, maps: tuple[int, int]
+    found: FoundLists,
+    mod: MaskMod,
+    spec: BlockMaskSpec,
+    maps: tuple[int, int],
+    lengths: Sequence[tuple[int, int]] | None = None,
 ) -> None:
-    """Fail unless the lists of query tiles, and the pairs of their entries, agree with the mask."""
+    """Fail unless the lists of query tiles, and the pairs of their entries, agree with the mask.
+
+    `lengths` are the numbers of queries and of keys of each sequence, by default those of `spec`.
+    """
     assert spec.lists is not None
     batches, kv_heads = found.lists.shape[:2]
     seen = visible_pairs(mod, spec, maps)
+    if lengths is not None:
+        seen = np.stack(
+            [_pairs_of_sequence(mod, spec, maps, b, *counts) for b, counts in enumerate(lengths)]
+        )
     seen = seen.reshape(batches, kv_heads, -1, *seen.shape[-2:])  # the heads of each KV head
     for b, h in np.ndindex(batches, kv_heads):
         keys = found.keys[b, h].ravel()
@@ -439,6 +465,17 @@ def visible_pairs(mod: MaskMod, spec: BlockMaskSpec, maps: tuple[int, int]) -> n
     """Return whether pairs are visible, in an array of (batches, heads, queries, keys)."""
     seen, inside = _pairs(mod, spec, maps)
     return seen & inside
+
+
+def _pairs_of_sequence(
+    mod: MaskMod, spec: BlockMaskSpec, maps: tuple[int, int], b: int, queries: int, keys: int
+) -> np.ndarray:
+    """Return the visible pairs of one sequence; pairs past its end are not visible."""
+    offset = keys - queries if spec.layout.kind == "varlen" else spec.q_offset
+    of_sequence = spec._replace(seqlen_q=queries, seqlen_k=keys, q_offset=offset)
+    seen = np.zeros((maps[1], spec.seqlen_q, spec.seqlen_k), bool)
+    seen[:, :queries, :keys] = visible_pairs(mod, of_sequence, (b + 1, maps[1]))[b]
+    return seen
 
 
 def of_blocks(pairs: np.ndarray, spec: BlockMaskSpec) -> np.ndarray:

@@ -40,8 +40,9 @@ _LEAST_CHUNK_TILES = 4
 _MOST_LAST_CHUNKS, _LARGEST_TIME = 4, 0.99
 # Time that a thread block takes to start and to end, in query tiles.
 _BLOCK_STEPS = 4
-# Smallest number of KV tiles of the longest sequence for which lists are built in every call.
-_LEAST_LISTED_KV_TILES = 8
+# Smallest number of KV tiles of the longest sequence for which lists are built in every call. With
+# 4 tiles, 64 sequences of documents take 0.74 ms instead of 1.32 ms (H200, 16 heads, head_dim 128).
+_LEAST_LISTED_KV_TILES = 4
 # Largest size in bytes of the lists of query tiles in a block mask.
 _LIST_BYTES = 150_000_000
 # Upper bounds, exclusive, of the numbers of query tiles and KV tiles that an entry of a list can

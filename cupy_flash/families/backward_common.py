@@ -40,9 +40,12 @@ _LEAST_CHUNK_TILES = 4
 _MOST_LAST_CHUNKS, _LARGEST_TIME = 4, 0.99
 # Time that a thread block takes to start and to end, in query tiles.
 _BLOCK_STEPS = 4
-# Smallest number of KV tiles of the longest sequence for which lists are built in every call. With
-# 4 tiles, 64 sequences of documents take 0.74 ms instead of 1.32 ms (H200, 16 heads, head_dim 128).
+# Smallest number of KV tiles of the longest sequence for which a batch that is not dense has lists.
+# With 4 tiles, 64 sequences take 0.74 ms instead of 1.32 ms (H200, 6 documents, 16 heads, head_dim
+# 128). In packed batches, the lists also have space for the longest sequence in each sequence, so
+# they are used only if this is at most `_LARGEST_PADDING` times the number of tiles that exist.
 _LEAST_LISTED_KV_TILES = 4
+_LARGEST_PADDING = 16
 # Largest size in bytes of the lists of query tiles in a block mask.
 _LIST_BYTES = 150_000_000
 # Upper bounds, exclusive, of the numbers of query tiles and KV tiles that an entry of a list can
@@ -65,6 +68,9 @@ def why_not_tensor_cores(problem: Problem) -> str | None:
 def reads_lists(problem: Problem, queries: int, keys: int) -> bool:
     """Return whether thread blocks read their query tiles from lists in a block mask.
 
+    If the batch is not dense, the lists are built in every call, because the lengths are in device
+    memory.
+
     Parameters
     ----------
     problem
@@ -79,9 +85,13 @@ def reads_lists(problem: Problem, queries: int, keys: int) -> bool:
     if not any(problem.gradient_spec.wants(name) for name in ROWS):
         return False
     query_tiles, kv_tiles = ceil_div(problem.seqlen_q, queries), ceil_div(problem.seqlen_k, keys)
-    # Lists of sequences with lengths of their own are built in every call.
-    least = 1 if problem.layout.is_dense else _LEAST_LISTED_KV_TILES
-    if kv_tiles < least or 0 in (query_tiles, problem.batch):
+    layout, batch = problem.layout, problem.batch
+    if kv_tiles < (1 if layout.is_dense else _LEAST_LISTED_KV_TILES) or 0 in (query_tiles, batch):
+        return False
+    if layout.packed_k and (
+        batch * query_tiles > _LARGEST_PADDING * (layout.total_q // queries + batch)
+        or batch * kv_tiles > _LARGEST_PADDING * (layout.total_k // keys + batch)
+    ):
         return False
     return (
         query_tiles < _MAX_QUERY_TILES

@@ -334,7 +334,7 @@ def _other_sources(schedule: Schedule) -> Iterator[str]:
 
 
 def may_have_block_mask(problem: Problem) -> bool:
-    """Return whether a block mask can represent every pair that the problem's mask excludes."""
+    """Return whether the forward pass can read a block mask of every pair that is masked."""
     is_plain = problem.layout.is_dense and problem.seqlen_k > 0
     return is_plain and problem.score is not None and problem.score.block_mask_suffices
 

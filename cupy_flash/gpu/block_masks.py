@@ -33,7 +33,7 @@ from cupy_flash.gpu.params import struct_with_mods
 SOURCE, LISTS_SOURCE = "block_mask/build.cu", "block_mask/build_lists.cu"
 FIND_RANGES, BUILD, ORDER = "find_ranges", "build_block_map", "order_tiles"
 LIST, STORE_PAIRS = "list_query_tiles", "store_pairs"
-# Fields of the addresses of lengths.
+# Names of the struct fields that hold the addresses of arrays of lengths.
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 # Value of an absent bound: no two positions are further apart.
 UNBOUNDED = 2**31 - 1
@@ -120,7 +120,9 @@ class BatchLayout(NamedTuple):
 
 
 class BlockMaskSpec(NamedTuple):
-    """Sizes and tile of a block mask: all that it depends on besides the mask and the device.
+    """Sizes and tile of a block mask.
+
+    In a dense batch, they are all that it depends on besides the mask and the device.
 
     Attributes
     ----------
@@ -299,6 +301,22 @@ class BlockMask:
         strides = self.batch_stride, self.head_stride
         sizes = self.words, self.key_blocks, layout.slots, layout.lists
         return self.address, *places, *strides, *sizes
+
+
+def block_mask_at(
+    spec: BlockMaskSpec, mask: MaskSource, address: int = 0, memory: Any = None
+) -> BlockMask:
+    """Return a block mask that is, or will be, at an address, see `BlockMask`."""
+    batches, heads = spec.maps(mask)
+    return BlockMask(
+        address=address,
+        layout=Layout.of(spec, mask),
+        words=spec.words,
+        key_blocks=spec.key_blocks,
+        batch_stride=heads * spec.row_tiles if batches > 1 else 0,
+        head_stride=spec.row_tiles if mask.of_head else 0,
+        memory=memory,
+    )
 
 
 def config_text(kind: str) -> str:
@@ -594,15 +612,7 @@ def _build(
     memory, address = allocate(layout.bytes)
     # `_scratch` keeps the memory until the launches are enqueued. Then the pool may reuse it.
     _scratch, ranges = allocate(layout.scratch) if layout.scratch else (None, 0)
-    built = BlockMask(
-        address=address,
-        layout=layout,
-        words=spec.words,
-        key_blocks=spec.key_blocks,
-        batch_stride=heads * spec.row_tiles if batches > 1 else 0,
-        head_stride=spec.row_tiles if mask.of_head else 0,
-        memory=memory,
-    )
+    built = block_mask_at(spec, mask, address, memory)
     given = ByValue(packed_params(spec, mask, mods, built, ranges, lengths))
     if FIND_RANGES in kernels:
         of_rows = parts if mask.row_ranges else 0

@@ -7,7 +7,8 @@
 //
 // The translation unit declares `ModArguments`, `Mods`, `MaskBounds` and `BlockMaskConfig` before
 // this file. `BlockMaskConfig` tells whether sequences have lengths of their own (`has_seqlens`) and
-// whether they are packed (`packed`). Then all arrays still have space for the longest sequence.
+// whether they are packed (`packed`). Arrays have space for `seqlen_q` queries and `seqlen_k` keys of
+// each sequence, whatever its length is.
 #include "backward/packed_tiles.cuh"
 #include "block_mask/bounds.cuh"
 #include "block_mask/block_mask.cuh"
@@ -56,7 +57,8 @@ constexpr int rows_per_check = 4;
 // Number of classes that query tiles are sorted into, by their number of nonempty blocks.
 constexpr int size_classes = threads;
 
-// Batch and head. A mask that is the same for all batches or heads is evaluated for index 0 only.
+// Batch and head. A mask that is the same for all heads is evaluated for head 0 only, and in a dense
+// batch also for batch 0 only if it is the same for all batches.
 struct BatchHead {
   int index;
   int batch;
@@ -76,9 +78,17 @@ struct BatchHead {
     return Mods::row(p.mods, batch, head, i, i - q_offset, sequence.q_first, sequence.k_first, 0);
   }
 
+  // Returns an upper bound of the sequence's number of queries, which takes no search.
+  __device__ static int most_queries(const BlockMaskParams& p, int batch) {
+    return BlockMaskConfig::packed ? find_sequence<0>(call_of(p), batch).seqlen_q : p.seqlen_q;
+  }
+
  private:
   // Returns the rows of a sequence as the kernels of the backward pass find them.
   __device__ static Sequence sequence_of_batch(const BlockMaskParams& p, int batch) {
+    return sequence_of<BlockMaskConfig>(call_of(p), batch);
+  }
+  __device__ static Params call_of(const BlockMaskParams& p) {
     Params call = {};
     call.batch = p.batches;
     call.seqlen_q = p.seqlen_q;
@@ -88,7 +98,7 @@ struct BatchHead {
     call.seqused_k = p.seqused_k;
     call.total_q = p.total_q;
     call.total_k = p.total_k;
-    return sequence_of<BlockMaskConfig>(call, batch);
+    return call;
   }
 };
 
@@ -333,7 +343,17 @@ __device__ inline void build(const BlockMaskParams& p) {
   __shared__ BlockStates states[warps];
   const int warp = threadIdx.x / lanes;
   const int row_group = blockIdx.x % p.total_row_groups();
-  const BatchHead batch_head(p, blockIdx.x / p.total_row_groups());
+  const int index = blockIdx.x / p.total_row_groups();
+  // Most row groups of a packed batch may lie past the end of their sequence.
+  if (BlockMaskConfig::packed &&
+      row_group * p.group_rows >= BatchHead::most_queries(p, index / p.heads)) {
+    for (int word = threadIdx.x; word < p.map.words; word += threads) {
+      p.map.nonempty()[int64(blockIdx.x) * p.map.words + word] = 0;
+      p.map.full()[int64(blockIdx.x) * p.map.words + word] = 0;
+    }
+    return;
+  }
+  const BatchHead batch_head(p, index);
   int slot = 0;
   for (int first = (p.map.words - 1) / warps * warps; first >= 0; first -= warps) {
     const BlockStates classified = classify_word(p, batch_head, row_group, first + warp);

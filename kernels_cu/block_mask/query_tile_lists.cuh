@@ -45,8 +45,9 @@ struct QueryTileLists {
   const BlockMask& map;
 
   // Array (batches, KV heads, key blocks, query tiles): for each key block, the entries of the
-  // query tiles that have a visible pair with it, in ascending order. If the mask does not depend
-  // on the batch entry, or on the head, that axis has length 1.
+  // query tiles that have a visible pair with it, in ascending order. The axis of batches has length
+  // 1 if neither the mask nor a length depends on the batch, and that of heads if the mask does not
+  // depend on the head.
   __device__ unsigned* words() const {
     return reinterpret_cast<unsigned*>(map.memory + map.tiles_offset);
   }

@@ -238,8 +238,8 @@ def score_spec(
         generated.masks_pairs,
         generated.cuda_source,
         generated.dtype,
-        # A block mask describes pairs that the user's mask alone hides, at positions that are the
-        # same in all sequences.
+        # A block mask describes the pairs that the user's mask alone hides, at positions that
+        # follow from the lengths of the sequences.
         block_mask_suffices=mod_key.mask_mod is not None
         and not has_offsets
         and not {"mask", "tree_mask", "seqused_q", "cache_leftpad"} & set(specs)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from cupy_flash.arrays.overlap import OverlapCheck, require_no_overlap
-from cupy_flash.arrays.strided import address_of, as_cupy
+from cupy_flash.arrays.strided import as_cupy
 from cupy_flash.calls.arguments import WRITTEN_GRADIENTS, GradientArguments
 from cupy_flash.calls.check.gradients import check_gradient_call, result_spec
 from cupy_flash.calls.check.modifications import NO_USER_MODS, UserMods
@@ -16,7 +15,7 @@ from cupy_flash.calls.gpu.allocate import (
     ResultAllocator,
     result_allocator,
 )
-from cupy_flash.calls.gpu.block_masks import block_mask_spec, ready_block_mask
+from cupy_flash.calls.gpu.block_masks import block_mask_fields, block_mask_spec, ready_block_mask
 from cupy_flash.calls.gpu.forward import loaded_launches
 from cupy_flash.calls.gpu.prepared_calls import Context, Operation
 from cupy_flash.calls.options import Options
@@ -120,7 +119,7 @@ class Call:
                 ready = ready_block_mask(
                     *(user_mods.mask_mod, self.block_mask_key, stream, arguments),
                     uses_torch=self.uses_torch,
-                    lengths=_lengths(addresses.__getitem__, self.length_indices),
+                    lengths=_lengths(addresses, self.length_indices),
                 )
                 values += (ready.address,)
             self.launches.run(values, stream)
@@ -157,20 +156,11 @@ def prepare(arguments: GradientArguments, options: Options, context: Context) ->
         sources["seqused_k"] = "seqlens_k"
     fixed: dict[str, Any] = {}
     spec, block_mask_key = block_mask_spec(plan), None
-    length_indices = tuple(
-        [fields.index(sources[name]) if name in sources else None for name in LENGTHS]
-    )
-    cuda = cupy_module().cuda
-    device = cuda.runtime.getDevice()
+    device = cupy_module().cuda.runtime.getDevice()
     if spec is not None:
         assert context.user_mods.mask_mod is not None
         block_mask_key = BlockMaskKey(device, problem.dtype, spec)
-        ready = ready_block_mask(
-            *(context.user_mods.mask_mod, block_mask_key, cuda.get_current_stream().ptr, arguments),
-            uses_torch=context.uses_torch,
-            lengths=_lengths(lambda i: address_of(arguments[i]), length_indices),
-        )
-        fixed["block_mask"] = ready.block_mask.fields
+        fixed["block_mask"] = block_mask_fields(context.user_mods.mask_mod, block_mask_key)
         sources |= {"block_mask.memory": _BLOCK_MASK}
     results = tuple(_RESULT + name for name in options.wrt)
     names = (*fields, *results, _WORKSPACE, *offsets, *((_BLOCK_MASK,) if spec else ()))
@@ -197,7 +187,9 @@ def prepare(arguments: GradientArguments, options: Options, context: Context) ->
             if problem.is_empty or (name not in ROWS and not problem.layout.is_dense)
         ),
         block_mask_key=block_mask_key,
-        length_indices=length_indices,
+        length_indices=tuple(
+            [fields.index(sources[name]) if name in sources else None for name in LENGTHS]
+        ),
     )
 
 
@@ -205,9 +197,9 @@ def prepare(arguments: GradientArguments, options: Options, context: Context) ->
 GRADIENTS = Operation(readable, prepare, check_gradient_call)
 
 
-def _lengths(address_at: Callable[[int], int], indices: tuple[int | None, ...]) -> Lengths:
-    """Return the addresses of the lengths of sequences, given that of each array of a call."""
-    cu_seqlens_q, cu_seqlens_k, seqused_k = [0 if i is None else address_at(i) for i in indices]
+def _lengths(addresses: tuple[int, ...], indices: tuple[int | None, ...]) -> Lengths:
+    """Return the addresses of the lengths of sequences, given those of all arrays of a call."""
+    cu_seqlens_q, cu_seqlens_k, seqused_k = [0 if i is None else addresses[i] for i in indices]
     return cu_seqlens_q, cu_seqlens_k, seqused_k
 
 

@@ -18,6 +18,7 @@ from cupy_flash.gpu.block_masks import (
     Lengths,
     MaskSource,
     ReadyBlockMask,
+    block_mask_at,
     build_mask,
     find_kept_mask,
 )
@@ -43,7 +44,8 @@ def ready_block_mask(
 ) -> ReadyBlockMask:
     """Return the block mask of a mask on the current device, ready for the next launch.
 
-    Each `MaskMod` keeps block masks of its own until `MaskMod.refresh`, even if another is equal.
+    Each `MaskMod` keeps block masks of dense batches until `MaskMod.refresh`, even if another mask
+    is equal. The block mask of another batch is built in each call.
 
     Parameters
     ----------
@@ -57,7 +59,8 @@ def ready_block_mask(
     arguments
         Record with the arrays that the mask reads; by default those that it captured.
     uses_torch
-        Whether the call's workspace is torch's memory. A graph then captures torch's memory, too.
+        Whether the call's workspace is torch's memory. A block mask that is not kept is then in
+        torch's memory, too, as in a graph.
     lengths
         Addresses of the lengths of the sequences, unless the batch is dense.
 
@@ -75,6 +78,17 @@ def ready_block_mask(
     mods = packed_captures(mod, key.dtype, arguments)
     allocate = new_torch_memory if uses_torch else None
     return build_mask(kept, key, current, mask_text(mod, key.dtype), mods, allocate, lengths)
+
+
+def block_mask_fields(mod: MaskMod, key: BlockMaskKey) -> tuple[int, ...]:
+    """Return the values of the struct of a block mask whose address is not known yet.
+
+    Parameters
+    ----------
+    mod, key
+        See `ready_block_mask`.
+    """
+    return block_mask_at(key.spec, mask_text(mod, key.dtype)).fields
 
 
 def packed_captures(

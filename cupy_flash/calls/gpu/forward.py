@@ -27,7 +27,7 @@ from cupy_flash.calls.gpu.allocate import (
     memory_allocator,
     result_allocator,
 )
-from cupy_flash.calls.gpu.block_masks import block_mask_spec, ready_block_mask
+from cupy_flash.calls.gpu.block_masks import block_mask_fields, block_mask_spec, ready_block_mask
 from cupy_flash.calls.gpu.prepared_calls import Context, Operation
 from cupy_flash.calls.options import Options
 from cupy_flash.families.params import params_dtype
@@ -221,17 +221,11 @@ def prepare(arguments: Arguments, options: Options, context: Context) -> Call:
     names = (*fields, *_VALUES, *parts, *block_mask_name, *scratch_offsets)
     fixed, sources = {}, _sources(arguments, plan)
     block_mask_key = None
-    cuda = cupy_module().cuda
-    device = cuda.runtime.getDevice()
+    device = cupy_module().cuda.runtime.getDevice()
     if spec is not None:
         assert context.user_mods.mask_mod is not None
         block_mask_key = BlockMaskKey(device, problem.dtype, spec)
-        current = cuda.get_current_stream().ptr
-        ready = ready_block_mask(
-            *(context.user_mods.mask_mod, block_mask_key, current, arguments),
-            uses_torch=context.uses_torch,
-        )
-        fixed["block_mask"] = ready.block_mask.fields
+        fixed["block_mask"] = block_mask_fields(context.user_mods.mask_mod, block_mask_key)
         sources |= {"block_mask.memory": _BLOCK_MASK}
     out = ((*q.shape[:-1], problem.head_dim_v), np.dtype(problem.out_dtype))
     lse = (lse_shape(q, problem), np.dtype(problem.lse_dtype))

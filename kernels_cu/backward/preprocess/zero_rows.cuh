@@ -47,13 +47,15 @@ struct UnwrittenRows {
   template <class AnyParams>
   __device__ static void zero_unlisted_tiles(const AnyParams& p) {
     constexpr int Br = Config::dq_Br;
-    // Each sequence has as many tiles in the block mask as the longest one.
+    // In the block mask, each sequence has the tiles of `p.seqlen_q` rows, an upper bound.
     const int tiles = ceil_div(p.seqlen_q, Br), lane = threadIdx.x % 32;
     const int64 count = int64(p.batch) * p.heads_q * tiles;
     for (int64 index = (int64(blockIdx.x) * blockDim.x + threadIdx.x) / 32; index < count;
          index += int64(gridDim.x) * blockDim.x / 32) {
       const int tile = index % tiles, head = index / tiles % p.heads_q;
       const int batch = index / tiles / p.heads_q;
+      // This bound takes no search, unlike `sequence_of`.
+      if (Config::packed && tile * Br >= find_sequence<0>(p, batch).seqlen_q) continue;
       const Sequence sequence = sequence_of<Config>(p, batch);
       if (tile * Br >= sequence.seqlen_q) continue;
       const MaskedBlocks<1> blocks(p.block_mask, batch, head, tile);
@@ -105,7 +107,7 @@ struct UnwrittenRows {
     const Sequence sequence = sequence_of<Config>(p, batch);
     row -= sequence.q_first;
     if (row < 0 || row >= sequence.seqlen_q) return true;
-    // With a block mask, `zero_unlisted_tiles` zeroes the rows of sequences.
+    // With a block mask, the other rows are written by `zero_unlisted_tiles` or the main kernel.
     if constexpr (Config::block_mask) return false;
     const Mask<Config> mask = mask_of<Config>(p, sequence, batch);
     return mask.visible_begin(row) >= mask.visible_end(row);

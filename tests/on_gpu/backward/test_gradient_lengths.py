@@ -11,9 +11,9 @@ import pytest
 from support.gpu import cupy
 from support.wrong_numbers import VARLEN_CALLS, wrong_varlen
 
-from cupy_flash import UnsupportedError, flash_attention_varlen_backward
+from cupy_flash import MaskMod, UnsupportedError, flash_attention_varlen_backward
 from cupy_flash.arrays.sequences import find_packed_keys, find_queries
-from cupy_flash.families import FAMILIES
+from cupy_flash.families import FAMILIES, backward_common
 
 pytestmark = pytest.mark.gpu
 
@@ -97,14 +97,26 @@ def formula(
     return found
 
 
+@pytest.mark.parametrize("has_function", [False, True])
 @pytest.mark.parametrize("family", FAMILIES["backward"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_whatever_lengths_there_are_each_row_is_of_one_sequence_and_is_written(
-    change: str, dtype: str, family: str, rng: np.random.Generator
+    change: str,
+    dtype: str,
+    family: str,
+    has_function: bool,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     arguments = wrong_varlen(change, 0, dtype)
     del arguments["block_table"]
+    how: dict[str, Any] = {}
+    if has_function:
+        # The function masks what causality does, and kernels read lists of query tiles.
+        assert arguments.pop("causal")
+        how["mask_mod"] = MaskMod(lambda i, j: j <= i)
+        monkeypatch.setattr(backward_common, "_LEAST_LISTED_KV_TILES", 1)
     on_gpu = {n: cupy.asarray(x) if isinstance(x, np.ndarray) else x for n, x in arguments.items()}
     # out and lse are random, because the forward results of such lengths may be undefined.
     shape, real = arguments["q"].shape, arguments["q"].dtype
@@ -115,7 +127,7 @@ def test_whatever_lengths_there_are_each_row_is_of_one_sequence_and_is_written(
     try:
         results = {"out": cupy.asarray(out), "lse": cupy.asarray(lse)}
         rows = cupy.asarray(dout)
-        flash_attention_varlen_backward(rows, **on_gpu, **results, **given, family=family)
+        flash_attention_varlen_backward(rows, **on_gpu, **results, **given, **how, family=family)
     except UnsupportedError as error:
         pytest.skip(str(error))
     expected = formula(arguments, dout, out, lse)

@@ -98,7 +98,8 @@ def make_call(
             for most in (rows, keys)
         ]
         lengths = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), starts, strict=True))
-        rows, keys = (int(x[-1]) for x in starts)
+        # The last rows belong to no sequence.
+        rows, keys = (int(x[-1]) + 37 for x in starts)
         options |= {"max_seqlen_q": SEQLEN_Q, "max_seqlen_k": SEQLEN_K}
     elif kind == "padded":
         lengths = {"seqlens_k": random_lengths(rng, keys).astype(np.int32)}
@@ -108,6 +109,14 @@ def make_call(
         "v": values(keys, heads[1], dim_v),
         **lengths,
     }
+    dout = values(rows, heads[0], dim_v)
+    if kind == "varlen":
+        dout[-37:] = np.nan
+        for name_of_array in ("q", "k", "v"):
+            arrays[name_of_array][-37:] = np.nan
+    elif kind == "padded":
+        for b, length in enumerate(lengths["seqlens_k"]):
+            arrays["k"][b, length:] = arrays["v"][b, length:] = np.nan
     mods = {"mask_mod": ("of this test", captures(rng))}
     given = {"causal": False} | options
     score_mod = given.pop("score_mod", None)
@@ -117,7 +126,7 @@ def make_call(
         if name_of_array in given:
             arrays[name_of_array] = given.pop(name_of_array)
     forward = ModifiedCall(kind, dtype, arrays, given, mods)
-    return GradientCall(forward, values(rows, heads[0], dim_v))
+    return GradientCall(forward, dout)
 
 
 def random_lengths(rng: np.random.Generator, most: int) -> np.ndarray:
@@ -125,9 +134,18 @@ def random_lengths(rng: np.random.Generator, most: int) -> np.ndarray:
     return rng.permutation([0, most, *rng.integers(1, most, SEQUENCES - 2)])
 
 
-def check(call: GradientCall, family: str, **how: Any) -> dict[str, np.ndarray]:
+def uses_lists() -> bool:
+    """Return whether the backward call that was prepared last reads lists of query tiles."""
+    *_, prepared = prepared_calls._calls.values()
+    return prepared.block_mask_key is not None
+
+
+def check(
+    call: GradientCall, family: str, *, has_lists: bool = True, **how: Any
+) -> dict[str, np.ndarray]:
     """Check the gradients of a family, and that each run gives the same bits."""
     found = call.run(cupy, family=family, **how)
+    assert uses_lists() == has_lists
     check_gradients(call, found)
     for _ in range(3):
         again = call.run(cupy, family=family, **how)
@@ -150,7 +168,6 @@ def test_every_mask_gives_the_gradients(family, name, dims, causal, monkeypatch,
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)])
 @pytest.mark.parametrize("name", ["documents", "heads", "few pairs", "nothing", "one KV tile"])
 def test_sequences_of_different_lengths(family, name, dims, kind, causal, monkeypatch, rng) -> None:
-    monkeypatch.setattr(backward_common, "_LEAST_LISTED_KV_TILES", 1)
     check(make_call(monkeypatch, rng, name, dims, kind=kind, causal=causal), family)
 
 
@@ -161,7 +178,6 @@ def test_sequences_of_different_lengths(family, name, dims, kind, causal, monkey
 def test_sequences_of_different_lengths_without_stored_pairs(
     family, name, heads, kind, monkeypatch, rng
 ) -> None:
-    monkeypatch.setattr(backward_common, "_LEAST_LISTED_KV_TILES", 1)
     monkeypatch.setattr(backward, "_PAIR_BYTES", 0)
     check(make_call(monkeypatch, rng, name, (128, 128), heads=heads, kind=kind), family)
 
@@ -169,7 +185,6 @@ def test_sequences_of_different_lengths_without_stored_pairs(
 @each_family
 def test_lists_follow_lengths_that_change_in_place(family, monkeypatch, rng) -> None:
     """The lengths are in device memory, so a prepared call may find other lengths there."""
-    monkeypatch.setattr(backward_common, "_LEAST_LISTED_KV_TILES", 1)
     call = make_call(monkeypatch, rng, "documents", (64, 64), kind="varlen")
     positional, named = call.given(cupy)
     for _ in range(2):
@@ -208,7 +223,7 @@ def test_without_stored_pairs_kernels_evaluate_the_mask(
 @pytest.mark.parametrize("name", ["documents", "heads", "window"])
 def test_without_lists_kernels_process_all_tiles(family, name, dims, monkeypatch, rng) -> None:
     monkeypatch.setattr(backward_common, "_LIST_BYTES", 0)
-    check(make_call(monkeypatch, rng, name, dims, causal=True), family)
+    check(make_call(monkeypatch, rng, name, dims, causal=True), family, has_lists=False)
 
 
 @each_family

@@ -60,10 +60,10 @@ def may_be_transformed() -> bool:
     """
     forward_ad, top_interpreter, dispatch_modes, tracing_state = _transform_state()
     # If torch lacks `_current_level`, a level counts as active.
-    return bool(
+    return (
         getattr(forward_ad, "_current_level", 0) >= 0
         or top_interpreter() is not None
-        or dispatch_modes()
+        or dispatch_modes() > 0
         or tracing_state() is not None
     )
 

@@ -167,7 +167,7 @@ def look_up_tensors(
     RuntimeError
         If a tensor has no strides or memory.
     """
-    plain, low_bits = tensor_types(), MAX_ALIGNMENT - 1
+    plain, low_bits = tensor_types(), LOW_BITS
     array_keys: list[Any] = []
     addresses: list[int] = []
     # One loop that checks tensors and makes their keys takes 1 us less than `look_up`.
@@ -193,6 +193,7 @@ def look_up_tensors(
 # address determine the alignment of the array.
 _ARRAY_KEY = ("shape", "strides", "dtype", "device", "low bits of the address")
 STRIDES = _ARRAY_KEY.index("strides")
+LOW_BITS = MAX_ALIGNMENT - 1
 
 
 def find_array_keys(
@@ -204,7 +205,7 @@ def find_array_keys(
     """
     array_keys: list[Any] = []
     addresses: list[int] = []
-    low_bits = MAX_ALIGNMENT - 1
+    low_bits = LOW_BITS
     # The keys of CuPy arrays are made in the loop itself, because function calls would take longer.
     for array in arrays:
         if array is None:
@@ -240,7 +241,7 @@ def tensor_key(tensor: Any) -> tuple[tuple[Any, ...], int]:
         raise no_memory(tensor) from error
     if not address and tensor.numel():
         raise no_memory(tensor)
-    low_bits = address & (MAX_ALIGNMENT - 1)
+    low_bits = address & LOW_BITS
     return (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), low_bits), address
 
 

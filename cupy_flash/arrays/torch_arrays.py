@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,9 +60,8 @@ def may_be_transformed() -> bool:
     torch.jit.trace is active.
     """
     forward_ad, top_interpreter, dispatch_modes, tracing_state = _transform_state()
-    # If torch lacks `_current_level`, a level counts as active.
     return (
-        getattr(forward_ad, "_current_level", 0) >= 0
+        forward_ad._current_level >= 0
         or top_interpreter() is not None
         or dispatch_modes() > 0
         or tracing_state() is not None
@@ -73,9 +73,12 @@ def _transform_state() -> tuple[Any, ...]:
     """Return torch's module of forward-mode levels, and functions that return other states."""
     import torch
 
-    private = torch._C
+    private, forward_ad = torch._C, torch.autograd.forward_ad
+    if not hasattr(forward_ad, "_current_level"):
+        # A level counts as active.
+        forward_ad = SimpleNamespace(_current_level=0)
     return (
-        torch.autograd.forward_ad,
+        forward_ad,
         private._functorch.peek_interpreter_stack,
         private._len_torch_dispatch_stack,
         private._get_tracing_state,

@@ -170,7 +170,8 @@ def look_up_tensors(
     plain, low_bits = tensor_types(), LOW_BITS
     array_keys: list[Any] = []
     addresses: list[int] = []
-    # One loop that checks tensors and makes their keys takes 1 us less than `look_up`.
+    # One loop that checks tensors and makes their keys takes 0.6 us less than a check of all
+    # tensors before `look_up`.
     for tensor in tensors:
         if tensor is None:
             array_keys.append(None)

@@ -73,7 +73,8 @@ def _transform_state() -> tuple[Any, ...]:
     """Return torch's module of forward-mode levels, and functions that return other states."""
     import torch
 
-    private, forward_ad = torch._C, torch.autograd.forward_ad
+    private = torch._C
+    forward_ad: Any = torch.autograd.forward_ad
     if not hasattr(forward_ad, "_current_level"):
         # A level counts as active.
         forward_ad = SimpleNamespace(_current_level=0)

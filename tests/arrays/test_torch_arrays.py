@@ -451,6 +451,20 @@ def test_both_passes_of_autograd_run_on_the_stream_of_torch(gpu, kind):
     assert set(gpu.streams) == {OURS}
 
 
+def test_results_that_no_kernel_writes_are_filled_on_the_stream_of_torch(gpu, monkeypatch):
+    gpu.is_grad_enabled = False
+    gpu.stream, gpu.theirs = OURS, THEIRS
+    places = [Tensor(gpu, (1,), "int32") for _ in range(2)]
+    call, _ = varlen_call(*places, 70, 130, None, True, None, {})
+    inputs = tuple(Tensor(gpu, (n, 6, 40), "float16") for n in (113, 203, 203))
+    call.run(inputs)
+    streams = []
+    monkeypatch.setattr(fake_gpu.FakeArray, "fill", lambda self, value: streams.append(gpu.stream))
+    results, _ = torch_autograd.run(inputs + call.following_arrays, call.options)
+    assert streams == [THEIRS] * len(results)
+    assert gpu.stream == OURS
+
+
 @pytest.mark.parametrize("strides", [None, (2 * 6 * 226, 6 * 226, 226, 2)])
 def test_parts_that_are_tensors_are_merged_where_they_lie(gpu, strides):
     parts = Tensor(gpu, (3, 2, 113, 6, 40), "float16")

@@ -45,7 +45,7 @@ _MAX_BACKWARD_CALLS = 64
 Record = tuple[
     gpu_forward.Call,
     Options,
-    type,
+    Any,
     tuple[Any, Any, Any],
     tuple[int, ...],
     tuple[int, int],

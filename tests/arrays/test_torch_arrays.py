@@ -127,9 +127,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> fake_gpu.FakeGpu:
     )
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(
-        torch_arrays, "_without_memory", lambda shape, itemsize: Tensor(fake, shape, None)
+        torch_arrays, "_without_memory", lambda shape, strides, itemsize: Tensor(fake, shape, None)
     )
-    for name in ("_dtypes", "_plain_types", "_torch_dtypes", "_torch_stream", "_transform_state"):
+    cached = ("_dtypes", "_plain_types", "_torch_dtypes", "_torch_stream", "_transform_state")
+    for name in (*cached, "_empty_strided"):
         monkeypatch.setattr(torch_arrays, name, getattr(torch_arrays, name).__wrapped__)
     return fake
 
@@ -314,8 +315,13 @@ def test_rotary_tables_of_torch_whose_rows_lie_apart_differently_are_copied(gpu)
 
 @pytest.mark.parametrize("name", ["float16", "float32"])
 @pytest.mark.parametrize("shape", [(2, 5, 3, 4), (1, 1, 1, 1), (2, 0, 1, 3)])
-def test_torch_makes_contiguous_tensors(name, shape, monkeypatch):
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_torch_makes_contiguous_tensors(name, shape, is_direct, monkeypatch):
     torch = pytest.importorskip("torch")
+    private = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
+    if is_direct and private is None:
+        pytest.skip("this release of torch has no function that skips its dispatcher")
+    monkeypatch.setattr(torch_arrays, "_empty_strided", lambda: private if is_direct else None)
 
     def ndarray(shape: Any, dtype: str, _: Any, strides: Any) -> np.ndarray:
         return np.ndarray(shape, dtype, bytearray(4096), strides=strides)
@@ -443,6 +449,20 @@ def test_both_passes_of_autograd_run_on_the_stream_of_torch(gpu, kind):
     gpu.theirs = OURS
     torch_autograd.gradients(record, saved, dout, None, (True, True, True))
     assert set(gpu.streams) == {OURS}
+
+
+def test_results_that_no_kernel_writes_are_filled_on_the_stream_of_torch(gpu, monkeypatch):
+    gpu.is_grad_enabled = False
+    gpu.stream, gpu.theirs = OURS, THEIRS
+    places = [Tensor(gpu, (1,), "int32") for _ in range(2)]
+    call, _ = varlen_call(*places, 70, 130, None, True, None, {})
+    inputs = tuple(Tensor(gpu, (n, 6, 40), "float16") for n in (113, 203, 203))
+    call.run(inputs)
+    streams = []
+    monkeypatch.setattr(fake_gpu.FakeArray, "fill", lambda self, value: streams.append(gpu.stream))
+    results, _ = torch_autograd.run(inputs + call.following_arrays, call.options)
+    assert streams == [THEIRS] * len(results)
+    assert gpu.stream == OURS
 
 
 @pytest.mark.parametrize("strides", [None, (2 * 6 * 226, 6 * 226, 226, 2)])

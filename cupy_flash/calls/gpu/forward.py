@@ -116,9 +116,18 @@ class Call:
     backward_calls: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     def run(
-        self, arguments: Arguments, addresses: tuple[int, ...], keys: int, user_mods: UserMods
+        self,
+        arguments: Arguments,
+        addresses: tuple[int, ...],
+        keys: int,
+        user_mods: UserMods,
+        stream: int | None = None,
     ) -> tuple[Any, Any | None]:
-        """Enqueue the launches for arrays at these addresses; return out and lse."""
+        """Enqueue the launches for arrays at these addresses; return out and lse.
+
+        `stream` is the handle of the stream, by default that of CuPy's current stream. It may be
+        another one only if the call neither appends nor fills its results.
+        """
         if not 0 <= keys <= self.max_keys:
             require_length("cache_seqlens", keys, self.limits)
         if self.overlap_check.pairs:
@@ -128,8 +137,9 @@ class Call:
             out, out_address = arguments.out, addresses[self.out_index]
         if not self.launches and self.append is None and not self.fills_results:
             return out, lse
-        # Passing the device saves CuPy the look-up of the current device.
-        stream = cupy_module().cuda.get_current_stream(self.device).ptr
+        if stream is None:
+            # Passing the device saves CuPy the look-up of the current device.
+            stream = cupy_module().cuda.get_current_stream(self.device).ptr
         queue = None
         if self.counters or self.scratch:
             queue = shared(self.counters, self.device, stream)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from cupy_flash.arrays.jax_arrays import JaxMemory
 from cupy_flash.arrays.strided import as_cupy
-from cupy_flash.arrays.torch_arrays import no_memory
+from cupy_flash.arrays.torch_arrays import no_memory, tensor_types
 from cupy_flash.calls.check import device_lengths
 from cupy_flash.calls.check.modifications import NO_USER_MODS, ModificationKey, UserMods
 from cupy_flash.calls.check.problems import CheckedCall
@@ -155,10 +155,46 @@ def look_up(
     return key, _calls.get(key), addresses
 
 
+def look_up_tensors(
+    tensors: tuple[Any, ...], options: Any
+) -> tuple[tuple[Any, ...], Any, tuple[int, ...]] | None:
+    """Return `look_up` of torch tensors on a GPU; None if one of them is no such tensor.
+
+    The memory of tensor subclasses and lazily negated tensors may not hold their values.
+
+    Raises
+    ------
+    RuntimeError
+        If a tensor has no strides or memory.
+    """
+    plain, low_bits = tensor_types(), LOW_BITS
+    array_keys: list[Any] = []
+    addresses: list[int] = []
+    # One loop that checks tensors and makes their keys takes 0.6 us less than a check of all
+    # tensors before `look_up`.
+    for tensor in tensors:
+        if tensor is None:
+            array_keys.append(None)
+            addresses.append(0)
+            continue
+        if tensor.__class__ not in plain or tensor.is_neg():
+            return None
+        address = tensor.data_ptr()
+        if not address and tensor.numel():
+            return None
+        addresses.append(address)
+        shape, strides, device = tensor.shape, tensor.stride(), tensor.get_device()
+        array_keys.append((shape, strides, tensor.dtype, device, address & low_bits))
+    device = cupy_module().cuda.runtime.getDevice()
+    key = (device, tuple(array_keys), options, None, tuning.generation())
+    return key, _calls.get(key), tuple(addresses)
+
+
 # Elements of an array key. The strides of a C-contiguous CuPy array are True. The low bits of an
 # address determine the alignment of the array.
 _ARRAY_KEY = ("shape", "strides", "dtype", "device", "low bits of the address")
 STRIDES = _ARRAY_KEY.index("strides")
+LOW_BITS = MAX_ALIGNMENT - 1
 
 
 def find_array_keys(
@@ -170,7 +206,7 @@ def find_array_keys(
     """
     array_keys: list[Any] = []
     addresses: list[int] = []
-    low_bits = MAX_ALIGNMENT - 1
+    low_bits = LOW_BITS
     # The keys of CuPy arrays are made in the loop itself, because function calls would take longer.
     for array in arrays:
         if array is None:
@@ -206,7 +242,7 @@ def tensor_key(tensor: Any) -> tuple[tuple[Any, ...], int]:
         raise no_memory(tensor) from error
     if not address and tensor.numel():
         raise no_memory(tensor)
-    low_bits = address & (MAX_ALIGNMENT - 1)
+    low_bits = address & LOW_BITS
     return (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), low_bits), address
 
 

@@ -570,7 +570,9 @@ struct HopperGradientProducts {
     const bool is_visible = cta.mask.row_begin(key, cta.sequence.seqlen_q) <
                             cta.mask.row_end(key, cta.sequence.seqlen_q);
     if constexpr (sums_p) {
-      return is_visible && sum_of_lanes(p_sums[half]) != 0;
+      // All lanes take part in the sum, because the shuffles wait for them.
+      const float sum = sum_of_lanes(p_sums[half]);
+      return is_visible && sum != 0;
     } else if constexpr (Mods::masks_pairs) {
       return is_visible && cta.is_visible_key(key);
     } else {

@@ -227,6 +227,19 @@ def test_without_lists_kernels_process_all_tiles(family, name, dims, monkeypatch
 
 
 @each_family
+@pytest.mark.parametrize("kind", ["varlen", "padded"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
+@pytest.mark.parametrize("name", ["documents", "heads"])
+def test_without_lists_lanes_of_missing_keys_wait_for_each_other(
+    family, name, dims, kind, monkeypatch, rng
+) -> None:
+    """Keys past the end of a sequence are hidden by position, and other keys by the function."""
+    monkeypatch.setattr(backward_common, "_LIST_BYTES", 0)
+    call = make_call(monkeypatch, rng, name, dims, kind=kind, causal=True)
+    check(call, family, has_lists=False)
+
+
+@each_family
 @pytest.mark.parametrize("name", ["documents", "heads"])
 @pytest.mark.parametrize("heads", [(3, 3), (6, 1)])
 def test_heads_may_share_lists_or_have_their_own(family, name, heads, monkeypatch, rng) -> None:

@@ -21,7 +21,7 @@ from cupy_flash.cli.main import main
 
 SNAPSHOT = Path(__file__).with_name("public_api.txt")
 # PyTorch and JAX need not be installed, so these modules are parsed and not imported.
-PARSED = ("torch", "jax")
+PARSED = ("torch", "jax", "flash_attn/flash_attn_interface", "flash_attn/bert_padding")
 
 
 class Named:
@@ -82,7 +82,7 @@ def parsed_lines(module: str) -> Iterator[str]:
         for argument in (*every, arguments.vararg, arguments.kwarg):
             if argument is not None:
                 argument.annotation = None
-        yield f"{module}.{name}({ast.unparse(arguments)})"
+        yield f"{module.replace('/', '.')}.{name}({ast.unparse(arguments)})"
 
 
 def command_lines(command: click.Command, name: str) -> Iterator[str]:

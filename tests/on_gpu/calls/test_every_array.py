@@ -69,7 +69,7 @@ def test_arrays_of_any_library_give_what_numpys_do_on_the_cpu(
     if name == "seen_pairs":
         np.testing.assert_array_equal(found[0], expected[0])
     elif name != "plot_mask":
-        # A written array is returned as it is; other results have the type of the library's results.
+        # A written array is returned as it is; other results have the type of results.
         assert all(type(one) in (type(given[0]), library.type) for one in found)
         check_results(call, [libraries.host_array(one) for one in found], expected)
     for argument, array in written.items():

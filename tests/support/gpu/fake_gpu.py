@@ -6,6 +6,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -301,13 +302,17 @@ class _Stream(contextlib.nullcontext[None]):
         super().__init__()
 
     @staticmethod
-    @contextlib.contextmanager
-    def from_external(other: Any) -> Iterator[None]:
+    def from_external(other: Any) -> AbstractContextManager[None]:
         """Make another library's stream current within the context."""
-        gpu = sys.modules["cupy"].gpu
-        before, (_, gpu.stream) = gpu.stream, other.__cuda_stream__()
-        yield
-        gpu.stream = before
+        return _current(other.__cuda_stream__()[1])
+
+
+@contextlib.contextmanager
+def _current(handle: int) -> Iterator[None]:
+    gpu = sys.modules["cupy"].gpu
+    before, gpu.stream = gpu.stream, handle
+    yield
+    gpu.stream = before
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
@@ -321,6 +326,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         memsetAsync=lambda *_: None,
         streamIsCapturing=lambda stream: gpu.captures,
     )
+    monkeypatch.setattr(_Stream, "null", _current(0), raising=False)
     cuda = SimpleNamespace(
         runtime=runtime,
         alloc=gpu.alloc,

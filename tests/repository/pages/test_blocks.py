@@ -87,6 +87,7 @@ NEEDS: dict[str, Callable[[], str | None]] = {
     "torch": lambda: installed("torch"),
     "jax": lambda: installed("jax"),
     "onnx": lambda: installed("onnx"),
+    "xarray": lambda: installed("xarray") or installed("dask"),
     "compiler": why_no_compiler,
     "weights": why_no_example,
     "time": lambda: None,  # a slow test

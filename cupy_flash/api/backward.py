@@ -39,6 +39,7 @@ def flash_attention_backward(
     backend: str = "auto",
     family: str | None = None,
     tile: TileRequest = None,
+    stream: Any | None = None,
     **modifications: Unpack[Modifications],
 ) -> tuple[Any, ...]:
     """Compute the gradients of `flash_attention` without storing the score matrix.
@@ -72,6 +73,8 @@ def flash_attention_backward(
         Dtype of the gradients: float32, or by default the dtype of each input.
     family, tile : optional
         Kernel family ("hopper", "mma" or "simt") and tile to use instead of the planner's choice.
+    stream : stream, optional
+        Stream to run on instead of the current one, see `flash_attention`.
 
     Returns
     -------
@@ -116,6 +119,7 @@ def flash_attention_backward(
         (dlse is None and wrt is None and dq is None and dk is None and dv is None)
         and (grad_dtype is None and family is None and tile is None)
         and backend == "auto"
+        and stream is None
         and not modifications
     ):
         result = repeated_gradients.run(
@@ -136,7 +140,7 @@ def flash_attention_backward(
         grad_dtype=named_dtype(grad_dtype),
     )
     arguments = GradientArguments(q, k, v, out, dout, lse, dlse, dq, dk, dv)
-    return dispatch_backward.gradients(arguments, options, backend, modifications)
+    return dispatch_backward.gradients(arguments, options, backend, modifications, stream)
 
 
 def flash_attention_qkvpacked_backward(
@@ -155,6 +159,7 @@ def flash_attention_qkvpacked_backward(
     backend: str = "auto",
     family: str | None = None,
     tile: TileRequest = None,
+    stream: Any | None = None,
     **modifications: Unpack[Modifications],
 ) -> Any:
     """Compute the gradients of `flash_attention_qkvpacked`, the gradient of qkv as one array.
@@ -162,7 +167,7 @@ def flash_attention_qkvpacked_backward(
     Parameters
     ----------
     dout, out, lse, dlse, causal, softmax_scale, q_offset, grad_dtype, backend, family, tile,
-    **modifications
+    stream, **modifications
         See `flash_attention_backward`.
     qkv : array, shape (batch, seqlen, 3, heads, head_dim)
         Queries, keys and values along the third-to-last axis, after any batch axes.
@@ -197,7 +202,7 @@ def flash_attention_qkvpacked_backward(
     )
     others = GradientArguments(None, None, None, out, dout, lse, dlse)
     result = dispatch_backward.gradients_of_qkv(
-        *(qkv, dqkv, others, options, backend, names), modifications
+        *(qkv, dqkv, others, options, backend, names), modifications, stream
     )
     return result[0] if wrt is None and len(result) == 1 else result
 
@@ -226,6 +231,7 @@ def flash_attention_varlen_backward(
     backend: str = "auto",
     family: str | None = None,
     tile: TileRequest = None,
+    stream: Any | None = None,
     **modifications: Unpack[PackedModifications],
 ) -> tuple[Any, ...]:
     """Compute the gradients of `flash_attention_varlen` for packed queries, keys and values.
@@ -242,7 +248,7 @@ def flash_attention_varlen_backward(
         Output of that call.
     lse, dlse : array, shape (heads_q, total_q)
         Log-sum-exp of that call, and the gradient of the log-sum-exp.
-    wrt, dq, dk, dv, grad_dtype, family, tile
+    wrt, dq, dk, dv, grad_dtype, family, tile, stream
         See `flash_attention_backward`.
 
     Returns
@@ -277,4 +283,4 @@ def flash_attention_varlen_backward(
         *(q, k, v, out, dout, lse, dlse, dq, dk, dv),
         *(cu_seqlens_q, cu_seqlens_k, seqused_k),
     )
-    return dispatch_backward.gradients(arguments, options, backend, modifications)
+    return dispatch_backward.gradients(arguments, options, backend, modifications, stream)

@@ -15,6 +15,7 @@ def combine(
     sinks: Any | None = None,
     out: Any | None = None,
     return_lse: bool = True,
+    stream: Any | None = None,
 ) -> Any:
     """Merge the results of attention over parts of the keys into attention over all keys.
 
@@ -43,6 +44,8 @@ def combine(
         last axis is contiguous, and it does not overlap the inputs.
     return_lse : bool
         Whether to return lse as well.
+    stream : stream, optional
+        Stream to run on instead of the current one, see `flash_attention`.
 
     Returns
     -------
@@ -82,5 +85,5 @@ def combine(
     >>> float(out.round(5).item())
     3.0
     """
-    result, lse = dispatch.combine(Partials(out_partial, lse_partial, out, sinks))
+    result, lse = dispatch.combine(Partials(out_partial, lse_partial, out, sinks), stream)
     return (result, lse) if return_lse else result

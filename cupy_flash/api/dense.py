@@ -30,6 +30,7 @@ def flash_attention(
     backend: str = "auto",
     family: str | None = None,
     tile: TileRequest = None,
+    stream: Any | None = None,
     q_scale: Any | None = None,
     k_scale: Any | None = None,
     v_scale: Any | None = None,
@@ -66,8 +67,7 @@ def flash_attention(
     q_offset : int or int32 array of shape (batch,), optional
         Position of the first query among the keys, for causal masks and modifications: one for all
         sequences, or one per sequence. By default seqlen_k - seqlen_q: the last query attends to
-        every key. 0 aligns the mask at the top left. A list, or an array of another integer dtype,
-        is converted in each call.
+        every key. 0 aligns the mask at the top left. Lists and other integer dtypes are converted.
     layout : {"bshd", "bhsd"}
         Order of the axes of q, k, v and out; "bhsd" is (batch, heads, seqlen, dim).
     return_lse : bool
@@ -78,17 +78,17 @@ def flash_attention(
     backend : {"auto", "gpu", "cpu"}
         Backend for NumPy arrays. "auto" uses the GPU if there is one.
     family : str, optional
-        Kernel family to use instead of the planner's choice: "decode", "hopper", "mma", "simt",
-        "naive".
+        Kernel family instead of the planner's choice: "decode", "hopper", "mma", "simt", "naive".
     tile : Tile, mapping or (Br, Bc), optional
         Tile to use instead of the tuned or default one.
+    stream : stream, optional
+        Stream of CuPy, PyTorch or Numba, or with ``__cuda_stream__``; by default the current one.
     q_scale, k_scale, v_scale : number or float32 array, optional
         Scales of float8 inputs: q, k and v are multiplied by them. They broadcast to (batch, 1,
         heads), whatever the layout: one for all, one per head, or one per head and sequence.
         By default 1.
     out_dtype : dtype or str, optional
-        Dtype of the result for float8 inputs if `out` is not given: bfloat16 (default) or
-        float16.
+        Dtype of the result for float8 inputs without `out`: bfloat16 (default) or float16.
     **modifications
         Masks and changes of scores, see `Modifications`. Not supported for float8 inputs.
 
@@ -137,7 +137,7 @@ def flash_attention(
     if not is_plain or out_dtype is not None:
         options = options._replace(kind="scaled", out_dtype=named_dtype(out_dtype))
         arguments = arguments._replace(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-    return dispatch.attention(arguments, options, backend, 0, modifications)
+    return dispatch.attention(arguments, options, backend, 0, modifications, stream)
 
 
 def flash_attention_qkvpacked(
@@ -152,6 +152,7 @@ def flash_attention_qkvpacked(
     backend: str = "auto",
     family: str | None = None,
     tile: TileRequest = None,
+    stream: Any | None = None,
     **modifications: Unpack[Modifications],
 ) -> Any:
     """Compute `flash_attention` for queries, keys and values stored in one array, read in place.
@@ -163,7 +164,8 @@ def flash_attention_qkvpacked(
     qkv : array, shape (batch, seqlen, 3, heads, head_dim)
         Queries, keys and values along the third-to-last axis. There may be no batch axis or
         several, as in `flash_attention`.
-    causal, softmax_scale, q_offset, layout, return_lse, out, backend, family, tile, **modifications
+    causal, softmax_scale, q_offset, layout, return_lse, out, backend, family, tile, stream,
+    **modifications
         See `flash_attention`; layout is "bshd".
 
     Returns
@@ -182,4 +184,4 @@ def flash_attention_qkvpacked(
         "qkvpacked", causal, softmax_scale, return_lse, family, freeze_tile(tile), q_offset, layout
     )
     arguments = Arguments(None, None, None, out, qkv)
-    return dispatch.attention(arguments, options, backend, 0, modifications)
+    return dispatch.attention(arguments, options, backend, 0, modifications, stream)

@@ -43,6 +43,7 @@ def flash_attention_with_kvcache(
     backend: str = "auto",
     family: str | None = None,
     tile: TileRequest = None,
+    stream: Any | None = None,
     **modifications: Unpack[CacheModifications],
 ) -> Any:
     """Compute a decoding step: append to a KV cache, then attend to it.
@@ -140,6 +141,8 @@ def flash_attention_with_kvcache(
         Kernel family to use instead of the planner's choice.
     tile : Tile, mapping or (Br, Bc), optional
         Tile to use instead of the tuned or default one.
+    stream : stream, optional
+        Stream to run on instead of the current one, see `flash_attention`.
     **modifications
         Masks and changes of scores, see `Modifications`.
 
@@ -243,4 +246,4 @@ def flash_attention_with_kvcache(
         compute_scales,
         head_dim_v,
     )
-    return dispatch.attention(arguments, options, backend, keys, modifications)
+    return dispatch.attention(arguments, options, backend, keys, modifications, stream)

@@ -37,6 +37,7 @@ def flash_attention_varlen(
     backend: str = "auto",
     family: str | None = None,
     tile: TileRequest = None,
+    stream: Any | None = None,
     **modifications: Unpack[PackedModifications],
 ) -> Any:
     """Compute `flash_attention` for sequences of different lengths, packed without padding.
@@ -103,6 +104,8 @@ def flash_attention_varlen(
         Kernel family to use instead of the planner's choice.
     tile : Tile, mapping or (Br, Bc), optional
         Tile to use instead of the tuned or default one.
+    stream : stream, optional
+        Stream to run on instead of the current one, see `flash_attention`.
     **modifications
         Masks and changes of scores, see `Modifications`.
 
@@ -187,6 +190,7 @@ def flash_attention_varlen(
         backend,
         0,
         modifications,
+        stream,
     )
 
 

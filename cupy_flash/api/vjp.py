@@ -39,6 +39,7 @@ def flash_attention_vjp(
     backend: str = "auto",
     family: str | None = None,
     tile: TileRequest = None,
+    stream: Any | None = None,
     **modifications: Unpack[Modifications],
 ) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
     """Compute `flash_attention` and return its result with a pullback function.
@@ -48,7 +49,7 @@ def flash_attention_vjp(
 
     Parameters
     ----------
-    q, k, v, causal, softmax_scale, q_offset, layout, return_lse, backend, **modifications
+    q, k, v, causal, softmax_scale, q_offset, layout, return_lse, backend, stream, **modifications
         See `flash_attention`.
     wrt, grad_dtype
         See `flash_attention_backward`.
@@ -87,6 +88,7 @@ def flash_attention_vjp(
         "q_offset": q_offset,
         "layout": layout,
         "backend": backend,
+        "stream": stream,
         **modifications,
     }
     gradients = {"wrt": wanted(wrt, modifications), "grad_dtype": _checked(grad_dtype)}
@@ -109,6 +111,7 @@ def flash_attention_qkvpacked_vjp(
     backend: str = "auto",
     family: str | None = None,
     tile: TileRequest = None,
+    stream: Any | None = None,
     **modifications: Unpack[Modifications],
 ) -> tuple[Any, Callable[..., Any]]:
     """Compute `flash_attention_qkvpacked` and return its result with a pullback function.
@@ -117,7 +120,7 @@ def flash_attention_qkvpacked_vjp(
     ----------
     qkv : array, shape (batch, seqlen, 3, heads, head_dim)
         Queries, keys and values along the third-to-last axis.
-    causal, softmax_scale, q_offset, return_lse, backend, family, tile, **modifications
+    causal, softmax_scale, q_offset, return_lse, backend, family, tile, stream, **modifications
         See `flash_attention_qkvpacked`.
     wrt, grad_dtype
         See `flash_attention_qkvpacked_backward`.
@@ -141,6 +144,7 @@ def flash_attention_qkvpacked_vjp(
         "softmax_scale": softmax_scale,
         "q_offset": q_offset,
         "backend": backend,
+        "stream": stream,
         **modifications,
     }
     gradients = {"wrt": wrt, "grad_dtype": _checked(grad_dtype)}
@@ -169,6 +173,7 @@ def flash_attention_varlen_vjp(
     backend: str = "auto",
     family: str | None = None,
     tile: TileRequest = None,
+    stream: Any | None = None,
     **modifications: Unpack[PackedModifications],
 ) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
     """Compute `flash_attention_varlen` and return its result with a pullback function.
@@ -176,7 +181,7 @@ def flash_attention_varlen_vjp(
     Parameters
     ----------
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale,
-    seqused_k, return_lse, backend, family, tile, **modifications
+    seqused_k, return_lse, backend, family, tile, stream, **modifications
         See `flash_attention_varlen`. Keys and values are packed, and have the dtype of q.
     wrt, grad_dtype
         See `flash_attention_backward`.
@@ -199,6 +204,7 @@ def flash_attention_varlen_vjp(
         "softmax_scale": softmax_scale,
         "seqused_k": seqused_k,
         "backend": backend,
+        "stream": stream,
         **modifications,
     }
     gradients = {"wrt": wanted(wrt, modifications), "grad_dtype": _checked(grad_dtype)}

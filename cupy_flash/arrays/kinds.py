@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from cupy_flash.arrays.cuda_interface import from_interface, interface_converter, is_read_only
 from cupy_flash.arrays.jax_arrays import from_jax, gpu_of, is_jax, is_traced, to_jax
 from cupy_flash.arrays.strided import as_cupy, dtype_name, is_cupy, kind_of
 from cupy_flash.arrays.torch_arrays import (
@@ -38,7 +39,7 @@ def normalize(name: str, array: Any, *, is_written: bool = False) -> Any:
     name
         Name of the argument, for messages.
     array
-        NumPy array, CuPy array, or any array with ``__dlpack__``.
+        NumPy array, CuPy array, or any array with ``__dlpack__`` or ``__cuda_array_interface__``.
     is_written
         Whether the caller needs the memory itself, to write it or to read it again later. A
         tensor whose memory does not hold its values, such as a lazy negation, is then an error.
@@ -79,6 +80,8 @@ def normalize(name: str, array: Any, *, is_written: bool = False) -> Any:
     if (memory := from_jax(name, array)) is not None:
         return memory
     if not hasattr(array, "__dlpack_device__"):
+        if hasattr(array, "__cuda_array_interface__"):
+            return from_interface(name, array)
         raise no_array(name, array)
     device_type = int(array.__dlpack_device__()[0])
     if device_type in _DLPACK_CUDA:
@@ -98,7 +101,8 @@ def no_array(name: str, value: Any) -> TypeError:
             "the functions of cupy_flash.jax outside of jax.jit and jax.vmap"
         )
     return TypeError(
-        f"{name} is {kind_of(value)}; expected a NumPy or CuPy array, or one that supports DLPack"
+        f"{name} is {kind_of(value)}; expected a NumPy or CuPy array, or one that supports DLPack "
+        "or __cuda_array_interface__"
     )
 
 
@@ -128,12 +132,14 @@ def normalize_out(name: str, array: Any) -> Any:
 
 
 def require_mutable(name: str, array: Any) -> None:
-    """Raise TypeError for a JAX array."""
+    """Raise TypeError for a JAX array, and ValueError for read-only memory on a GPU."""
     if is_jax(array):
         raise TypeError(
             f"{name} is a JAX array, which is immutable and cannot be written in place; pass a "
             "CuPy array with a copy of its elements"
         )
+    if is_read_only(array):
+        raise ValueError(f"{name} is read-only; pass an array that can be written")
 
 
 def normalize_scale(name: str, scale: Any, *, on_host: bool) -> Any:
@@ -350,11 +356,13 @@ def result_converter(name: str, array: Any) -> Callable[[Any], Any]:
         return to_torch
     if is_jax(array):
         return functools.partial(_to_jax, like=array)
-    if not hasattr(array, "__dlpack_device__"):
-        raise no_array(name, array)
     namespace = getattr(array, "__array_namespace__", None)
     if namespace is not None and hasattr(namespace(), "from_dlpack"):
         return lambda result: namespace().from_dlpack(result)
+    if hasattr(array, "__cuda_array_interface__"):
+        return interface_converter(array)
+    if not hasattr(array, "__dlpack_device__"):
+        raise no_array(name, array)
     raise TypeError(
         f"{name} is {kind_of(array)}, whose library has no from_dlpack to convert the result with"
     )

@@ -290,8 +290,8 @@ def current_stream(device: int) -> int:
     return _torch_stream()(device)
 
 
-class _TorchStream(NamedTuple):
-    """Handle of a torch stream, with the protocol by which CuPy adopts external streams."""
+class _ExternalStream(NamedTuple):
+    """Handle of a stream, with the protocol by which CuPy adopts external streams."""
 
     handle: int
 
@@ -311,12 +311,17 @@ def on_stream_of(tensor: Any) -> AbstractContextManager[Any]:
     streams = two_streams(tensor)
     if streams is None:
         return _AS_IT_IS
-    cuda = _cuda()
     theirs, _ = streams
+    return external_stream(theirs, tensor.get_device())
+
+
+def external_stream(handle: int, device: int) -> AbstractContextManager[Any]:
+    """Return a context in which CuPy's current stream is another library's, given its handle."""
+    cuda = _cuda()
     if hasattr(cuda.Stream, "from_external"):
-        stream: AbstractContextManager[Any] = cuda.Stream.from_external(_TorchStream(theirs))
+        stream: AbstractContextManager[Any] = cuda.Stream.from_external(_ExternalStream(handle))
     else:  # CuPy 13
-        stream = cuda.ExternalStream(theirs, tensor.get_device())
+        stream = cuda.ExternalStream(handle, device)
     return stream
 
 

@@ -389,16 +389,21 @@ def normalized(given: Any, written: tuple[str, ...] = ("out",)) -> tuple[Any, Ca
 
 def check_qkv(qkv: Any, layout: str) -> None:
     """Raise TypeError or ValueError unless `qkv` is an array of queries, keys and values."""
-    shape = getattr(qkv, "shape", None)
-    if shape is None:
-        raise TypeError(f"qkv is {kind_of(qkv)}; expected an array")
-    if len(shape) < 4 or shape[-3] != 3:
-        raise ValueError(
-            f"qkv has shape {tuple(shape)}; expected (batch, seqlen, 3, heads, head_dim), with any "
-            "batch axes"
-        )
+    check_packed("qkv", qkv, 3)
     if layout != "bshd":
         raise ValueError(f"layout is {layout!r}; expected 'bshd', the only layout of qkv")
+
+
+def check_packed(name: str, array: Any, count: int) -> None:
+    """Raise TypeError or ValueError unless an array holds `count` parts, as qkv holds 3."""
+    shape = getattr(array, "shape", None)
+    if shape is None:
+        raise TypeError(f"{name} is {kind_of(array)}; expected an array")
+    if len(shape) < 4 or shape[-3] != count:
+        raise ValueError(
+            f"{name} has shape {tuple(shape)}; expected (batch, seqlen, {count}, heads, head_dim), "
+            "with any batch axes"
+        )
 
 
 def parts_of(qkv: Any) -> tuple[Any, Any, Any]:

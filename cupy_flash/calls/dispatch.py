@@ -10,6 +10,7 @@ import numpy as np
 
 from cupy_flash.arrays import kinds
 from cupy_flash.arrays.jax_arrays import from_jax, to_jax
+from cupy_flash.arrays.streams import on_stream
 from cupy_flash.arrays.strided import (
     as_cupy,
     has_one_batch_stride,
@@ -72,18 +73,22 @@ def attention(
     backend: str,
     keys: int = 0,
     modifications: Mapping[str, Any] | None = None,
+    stream: Any | None = None,
 ) -> Any:
     """Return the result of a public function that computes attention.
 
     Parameters
     ----------
-    arguments, options, backend
-        Arrays, options and backend of the call.
+    arguments, options, backend, stream
+        Arrays, options and backend of the call, and its stream, or None for the current one.
     keys
         Length of every cached sequence before the append if `cache_seqlens` is None; otherwise 0.
     modifications
         Keyword arguments that modify attention: masks, and changes of scores.
     """
+    if stream is not None:
+        with on_stream(stream, arguments.like):
+            return attention(arguments, options, backend, keys, modifications)
     if backend == "auto" and (
         arguments.k_scale is not None
         or arguments.v_scale is not None
@@ -203,8 +208,13 @@ def _copy_scales_to_gpu(arguments: Arguments) -> Arguments:
     return arguments._replace(**copied)
 
 
-def combine(partials: Partials) -> tuple[Any, ...]:
+def combine(partials: Partials, stream: Any | None = None) -> tuple[Any, ...]:
     """Return the result of `cupy_flash.combine`: out and lse."""
+    if stream is not None:
+        given = partials.out_partial
+        first = given[0] if isinstance(given, (list, tuple)) and given else given
+        with on_stream(stream, first):
+            return combine(partials)
     if is_cupy(partials.out_partial) and is_cupy(partials.lse_partial):
         results: tuple[Any, ...] | None = prepared_calls.run(COMBINE, partials, None, 0, True)
         if results is not None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from cupy_flash.arrays.kinds import no_array, normalize_out, read, result_converter
 from cupy_flash.arrays.numpy_errors import ignore_fp_errors
+from cupy_flash.arrays.streams import on_stream
 from cupy_flash.arrays.strided import (
     array_module,
     as_cupy,
@@ -102,8 +103,12 @@ def gradients(
     options: Options,
     backend: str,
     modifications: Mapping[str, Any],
+    stream: Any | None = None,
 ) -> tuple[Any, ...]:
-    """Return the result of a public function that computes gradients."""
+    """Return the result of a public function that computes gradients, on `stream` if given."""
+    if stream is not None:
+        with on_stream(stream, arguments.like):
+            return gradients(arguments, options, backend, modifications)
     require_grad_dtype(options.grad_dtype)
     results = run(_GRADIENTS, arguments, options, backend, 0, modifications)
     assert options.wrt is not None
@@ -133,12 +138,17 @@ def gradients_of_qkv(
     backend: str,
     wrt: tuple[str, ...],
     modifications: Mapping[str, Any],
+    stream: Any | None = None,
 ) -> tuple[Any, ...]:
     """Return the gradients of a call on one array of queries, keys and values.
 
     The gradient of qkv is written to dqkv unless dqkv is None. `others` are the remaining arrays of
-    the call. `wrt` is the result of `wanted_of_qkv`, and `options` are without `wrt`.
+    the call. `wrt` is the result of `wanted_of_qkv`, and `options` are without `wrt`. The call runs
+    on `stream`, if given, instead of the current one.
     """
+    if stream is not None:
+        with on_stream(stream, qkv):
+            return gradients_of_qkv(qkv, dqkv, others, options, backend, wrt, modifications)
     if qkv is None:
         raise no_array(QKV, None)
     convert = result_converter(QKV, qkv)

@@ -127,8 +127,7 @@ def options_of(
     """
     check_bool("is_causal", is_causal)
     check_bool("enable_gqa", enable_gqa)
-    if finite("dropout_p", dropout_p) != 0:
-        raise UnsupportedError(f"dropout_p is {dropout_p}; expected 0, as dropout is not supported")
+    require_no_dropout(dropout_p)
     if is_causal and has_mask:
         raise ValueError("attn_mask is given and is_causal is True; pass only one of them")
     options: dict[str, Any] = {"layout": "bhsd"}
@@ -138,6 +137,12 @@ def options_of(
     if scale is not None:
         options["softmax_scale"] = finite("scale", scale)
     return options
+
+
+def require_no_dropout(dropout_p: float) -> None:
+    """Raise UnsupportedError unless the probability of dropout is 0."""
+    if finite("dropout_p", dropout_p) != 0:
+        raise UnsupportedError(f"dropout_p is {dropout_p}; expected 0, as dropout is not supported")
 
 
 def mask_name(dtype: str, of_query: str) -> str:

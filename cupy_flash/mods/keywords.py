@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
+from cupy_flash.arrays.cuda_interface import is_foreign_array
 from cupy_flash.arrays.strided import kind_of
 from cupy_flash.arrays.torch_arrays import resolved
 from cupy_flash.mods.modification import MaskMod, ScoreMod
@@ -177,7 +178,7 @@ def with_offsets(q_offset: Any, modifications: Mapping[str, Any]) -> tuple[Any, 
     """
     if q_offset.__class__ in (int, type(None)):
         return q_offset, modifications
-    is_array = isinstance(q_offset, (list, tuple)) or hasattr(q_offset, "__dlpack__")
+    is_array = isinstance(q_offset, (list, tuple)) or is_foreign_array(q_offset)
     if not getattr(q_offset, "ndim", is_array):
         return q_offset, modifications
     return None, {**modifications, "q_offset": q_offset}

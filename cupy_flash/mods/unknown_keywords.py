@@ -110,11 +110,14 @@ _PLAIN_ONLY = {
         "backend": "leave it out, as attention runs on the device of the arrays; move them with "
         "jax.device_put",
         "out": "leave it out, as JAX arrays are immutable",
+        "stream": "leave it out, as JAX chooses the stream",
         _ANY: "gradients by JAX",
     },
     f"{_PACKAGE}.torch": {
         "backend": "leave it out, as attention runs on the device of the tensors; move them with "
         ".cpu() or .cuda()",
+        "stream": "leave it out, as attention runs on the current stream of PyTorch; call within "
+        "`with torch.cuda.stream(stream)`",
         _ANY: "gradients by autograd",
     },
 }

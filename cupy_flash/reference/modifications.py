@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from cupy_flash.arrays.cuda_interface import is_foreign_array
 from cupy_flash.arrays.kinds import is_number_or_list, read, vector
 from cupy_flash.arrays.strided import array_module, convert_to, dtype_name
 from cupy_flash.mods.block_list import BlockList, require_fit
@@ -131,7 +132,7 @@ def read_scale(name: str, scale: Any, q: Any) -> Any:
     TypeError
         If an array cannot be read; the message names it.
     """
-    if not hasattr(scale, "__dlpack__"):
+    if not is_foreign_array(scale):
         return scale
     return convert_to(array_module(q), read(name, scale))
 
@@ -146,7 +147,7 @@ def integers(array: Any) -> Any:
     """
     if array is None:
         return None
-    if hasattr(array, "__dlpack_device__"):
+    if is_foreign_array(array):
         array = read("an array of integers", array)
     result = np.asarray(convert_to(np, array))
     if result.size and result.dtype.kind not in "iu":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -178,6 +179,28 @@ def test_an_out_of_torch_is_written_and_returned(gpu):
     over = Tensor(gpu, out.shape, out.dtype, address=tensors["v"].data_ptr() + 16)
     with pytest.raises(ValueError, match="out overlaps v; pass separate memory"):
         flash_attention(**tensors, out=over)
+
+
+def test_a_stream_of_the_call_becomes_torchs_stream(gpu, monkeypatch):
+    @contextlib.contextmanager
+    def current(handle):
+        before, gpu.theirs = gpu.theirs, handle
+        yield
+        gpu.theirs = before
+
+    cuda = SimpleNamespace(
+        ExternalStream=lambda handle, device: handle,
+        default_stream=lambda device: 0,
+        stream=current,
+    )
+    monkeypatch.setattr(sys.modules["torch"], "cuda", cuda, raising=False)
+    gpu.theirs = THEIRS
+    for handle in (OURS, 0):
+        flash_attention(**qkv(gpu), stream=SimpleNamespace(cuda_stream=handle))
+    flash_attention(**qkv(gpu))
+    assert gpu.streams == [OURS, 0, THEIRS]
+    assert gpu.order == []
+    assert (gpu.stream, gpu.theirs) == (0, THEIRS)
 
 
 @pytest.mark.parametrize("ours", [OURS, THEIRS])

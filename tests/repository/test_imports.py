@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 # Packages that each package may import; all may import `errors`, too.
 MAY_IMPORT = {
+    "flash_attn": {"torch", "calls", "arrays"},
     "parallel": {"api", "calls", "gpu", "arrays", "mods", "problem"},
     "api": {"calls", "planning", "mods", "problem"},
     "calls": {"gpu", "cpu", "planning", "families", "arrays", "mods", "problem"},

@@ -20,8 +20,8 @@ from cupy_flash import parallel
 from cupy_flash.cli.main import main
 
 SNAPSHOT = Path(__file__).with_name("public_api.txt")
-# PyTorch and JAX need not be installed, so these modules are parsed and not imported.
-PARSED = ("torch", "jax")
+# PyTorch, JAX and onnx need not be installed, so these modules are parsed and not imported.
+PARSED = ("torch", "jax", "flash_attn/flash_attn_interface", "flash_attn/bert_padding", "onnx")
 
 
 class Named:
@@ -68,21 +68,26 @@ def lines_of(name: str, value: Any) -> Iterator[str]:
 
 
 def parsed_lines(module: str) -> Iterator[str]:
-    """Yield the functions in `__all__` of a module that is not imported."""
+    """Yield the functions and classes in `__all__` of a module that is not imported."""
     tree = ast.parse((Path(cupy_flash.__file__).parent / f"{module}.py").read_text("utf-8"))
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    found = {node.name: node for node in tree.body if isinstance(node, kinds)}
     (names,) = (
         ast.literal_eval(node.value)
         for node in tree.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     )
     for name in sorted(names):
-        arguments = functions[name].args
+        node = found[name]
+        if isinstance(node, ast.ClassDef):
+            yield f"class {module}.{name}"
+            continue
+        arguments = node.args
         every = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
         for argument in (*every, arguments.vararg, arguments.kwarg):
             if argument is not None:
                 argument.annotation = None
-        yield f"{module}.{name}({ast.unparse(arguments)})"
+        yield f"{module.replace('/', '.')}.{name}({ast.unparse(arguments)})"
 
 
 def command_lines(command: click.Command, name: str) -> Iterator[str]:

@@ -47,6 +47,17 @@ class OnlyDlpackNamespace:
         return OnlyDlpack(array)
 
 
+class OnlyInterface:
+    """Array in GPU memory that can be read by `__cuda_array_interface__` only."""
+
+    def __init__(self, array: Any) -> None:
+        self.wrapped = array
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return cast("dict[str, Any]", self.wrapped.__cuda_array_interface__)
+
+
 @dataclass(frozen=True)
 class Library:
     """Array library on the CPU or on a GPU.
@@ -56,16 +67,18 @@ class Library:
 
     name: str  # name of the library in the names of tests
     convert: Callable[[np.ndarray], Any]
-    type: Any  # type of the library's arrays
+    type: Any  # type of results for the library's arrays
     is_immutable: bool = False  # whether its arrays cannot be written to
 
 
 def host_array(array: Any) -> np.ndarray:
     """Return an array of any library as a NumPy array."""
-    if isinstance(array, OnlyDlpack):
+    if isinstance(array, (OnlyDlpack, OnlyInterface)):
         array = array.wrapped
     if is_cupy(array):
         return cast(np.ndarray, array.get())
+    if hasattr(array, "copy_to_host"):
+        return cast(np.ndarray, array.copy_to_host())
     if is_any_tensor(array):
         array = array.detach().cpu()
         if (dtype := _NOT_OF_TORCH.get(str(array.dtype))) is not None:
@@ -138,6 +151,32 @@ def dlpack_library(base: Library) -> Library:
         return converted if array.dtype == _FLOAT8 else OnlyDlpack(converted)
 
     return Library(f"dlpack over {base.name}", convert, OnlyDlpack)
+
+
+def interface_library() -> Library:
+    """Return an unknown library whose arrays wrap those of CuPy; results are CuPy arrays."""
+    base = cupy_library()
+
+    def convert(array: np.ndarray) -> Any:
+        converted = base.convert(array)
+        # The protocol has no name for other dtypes, such as bfloat16.
+        return converted if array.dtype.kind == "V" else OnlyInterface(converted)
+
+    return Library("interface over cupy", convert, base.type)
+
+
+def numba_library() -> Library:
+    """Return Numba; skip the test if it is not installed, or there is no GPU."""
+    cuda = pytest.importorskip("numba.cuda")
+    if not cuda.is_available():
+        pytest.skip("this Numba has no GPU")
+
+    def convert(array: np.ndarray) -> Any:
+        if array.dtype.kind == "V":
+            return cupy_library().convert(array)
+        return cuda.to_device(array)
+
+    return Library("numba", convert, cuda.cudadrv.devicearray.DeviceNDArray)
 
 
 # Libraries of arrays in host memory other than NumPy, by name.

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
+from cupy_flash.arrays.cuda_interface import is_foreign_array
 from cupy_flash.mods.captures import CaptureSpec
 from cupy_flash.mods.ir.expression import Node, postorder
 from cupy_flash.mods.trace.symbols import Symbol, TracedArray
@@ -264,7 +265,7 @@ def random_states() -> tuple[Any, ...]:
 
 def is_array(value: Any) -> bool:
     """Return whether a value is an array of NumPy or of another library."""
-    return isinstance(value, np.ndarray) or hasattr(type(value), "__dlpack__")
+    return isinstance(value, np.ndarray) or is_foreign_array(type(value))
 
 
 def _names_of_modules(outer: Mapping[str, Any]) -> Iterator[str]:

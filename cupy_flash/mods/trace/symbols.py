@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from cupy_flash.arrays.cuda_interface import is_foreign_array
 from cupy_flash.mods.ir.expression import ARRAY, BOOL, INT, REAL, UINT64, Node, constant
 from cupy_flash.mods.ir.operations import cast
 from cupy_flash.mods.trace.advice import instead_of
@@ -361,7 +362,7 @@ def as_node(value: Any) -> Node:
         return constant(float(value), REAL)
     if isinstance(value, TracedArray):
         raise value.not_indexed()
-    if hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
+    if hasattr(value, "__array__") or is_foreign_array(value):
         raise TypeError(
             "a traced function uses a whole array, but reads one element at a time. Compute the "
             "array outside of the function, assign it to a variable or pass it to the "

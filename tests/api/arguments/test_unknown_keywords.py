@@ -184,12 +184,14 @@ def test_a_plan_is_advised_as_its_function() -> None:
         cupy_flash.plan(cupy_flash.flash_attention_backward, q=q, k=q, v=q, qv=q)
 
 
-@pytest.mark.parametrize("keyword", ["backend", "family", "out", "q_scale", "tile"])
+@pytest.mark.parametrize("keyword", ["backend", "family", "out", "q_scale", "stream", "tile"])
 @pytest.mark.parametrize("module", ["cupy_flash.jax", "cupy_flash.torch"])
 def test_what_only_plain_functions_have_is_told_with_what_to_do(module: str, keyword: str) -> None:
     advice = told(module, "flash_attention", keyword)
 
-    is_left_out = keyword == "backend" or (keyword == "out" and module == "cupy_flash.jax")
+    is_left_out = keyword in ("backend", "stream") or (
+        keyword == "out" and module == "cupy_flash.jax"
+    )
     assert advice.startswith(
         "leave it out, as "
         if is_left_out

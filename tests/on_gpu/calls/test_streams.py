@@ -1,8 +1,9 @@
-"""Short-lived streams: two launches never use the same counters or workspace at a time."""
+"""Short-lived streams never use the same counters or workspace; calls run on their `stream`."""
 
 from __future__ import annotations
 
 import threading
+import warnings
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from support.gpu import cupy
 from support.gpu.gpu_support import bits
 
 from cupy_flash import flash_attention, flash_attention_with_kvcache
+from cupy_flash.arrays.streams import handle_of
 from cupy_flash.gpu import counters
 
 pytestmark = pytest.mark.gpu
@@ -118,3 +120,49 @@ def test_a_scale_on_the_gpu_that_was_changed_in_place_counts_by_its_present_valu
         out = flash_attention(q, k, v, softmax_scale=scale)
         expected = flash_attention(q, k, v, softmax_scale=value)
         np.testing.assert_array_equal(out.get(), expected.get())
+
+
+def stream_of(library: str) -> Any:
+    """Return a new stream of a library, which does not wait for the null stream."""
+    if library == "cupy":
+        return cupy.cuda.Stream(non_blocking=True)
+    if library == "torch":
+        torch = pytest.importorskip("torch")
+        if not torch.cuda.is_available():
+            pytest.skip("this torch has no GPU")
+        return torch.cuda.Stream()
+    return pytest.importorskip("numba.cuda").stream()
+
+
+@pytest.mark.parametrize("library", ["cupy", "torch", "numba"])
+@pytest.mark.parametrize("arrays", ["cupy", "torch"])
+def test_a_call_is_captured_on_the_stream_that_it_is_given(
+    arrays: str, library: str, rng: np.random.Generator
+) -> None:
+    stream = stream_of(library)
+    q, k, v = (cupy.asarray(rng.standard_normal((2, 113, 4, 64), np.float32)) for _ in range(3))
+    out = cupy.zeros_like(q)
+    expected = flash_attention(q, k, v).get()
+    given = [q, k, v, out]
+    if arrays == "torch":
+        torch = pytest.importorskip("torch")
+        given = [torch.from_dlpack(x) for x in given]
+    q, k, v, written = given
+    cupy.cuda.Device().synchronize()
+    flash_attention(q, k, v, out=written, stream=stream)
+    cupy.cuda.Device().synchronize()
+    np.testing.assert_array_equal(out.get(), expected)
+    out.fill(0)
+    cupy.cuda.Device().synchronize()
+    with warnings.catch_warnings():
+        # The replacement of this deprecated class supports fewer versions of torch.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        capturing = cupy.cuda.ExternalStream(handle_of(stream))
+    capturing.begin_capture()
+    assert flash_attention(q, k, v, out=written, stream=stream) is written
+    graph = capturing.end_capture()
+    cupy.cuda.Device().synchronize()
+    assert not out.any()
+    graph.launch(capturing)
+    cupy.cuda.Device().synchronize()
+    np.testing.assert_array_equal(out.get(), expected)

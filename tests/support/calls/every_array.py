@@ -28,7 +28,7 @@ PLAIN = {
     "dropout_p", "dtype", "enable_gqa", "family", "grad_dtype", "h", "head_dim_v", "heads",
     "interleaved", "is_causal", "layout", "max_seqlen_k", "max_seqlen_q", "num_splits",
     "out_dtype", "per", "return_lse", "rotary_interleaved", "scale", "seqlen_k", "seqlen_q",
-    "softcap", "softmax_scale", "tile", "window_size", "wrt",
+    "softcap", "softmax_scale", "stream", "tile", "window_size", "wrt",
 }  # fmt: skip
 # Arrays that a call writes; arrays of JAX are immutable.
 WRITTEN = frozenset({"out", "dq", "dk", "dv", "dqkv"})

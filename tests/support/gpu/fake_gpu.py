@@ -6,6 +6,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from cupy_flash.arrays import jax_arrays, strided, torch_arrays
+from cupy_flash.arrays import cuda_interface, jax_arrays, strided, torch_arrays
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.check.modifications import UserMods
 from cupy_flash.calls.gpu import allocate, prepared_calls, repeated_gradients, torch_autograd
@@ -159,7 +160,8 @@ class _Unowned:
     """Memory of another library's array; it also serves as the pointer to this memory."""
 
     def __init__(self, ptr: int, size: int, owner: Any, device: int) -> None:
-        self.ptr, self.device_id, self._owner, self.mem = ptr, device, owner, self
+        # CuPy asks CUDA for the device of the address if the device is -1.
+        self.ptr, self.device_id, self._owner, self.mem = ptr, max(device, 0), owner, self
 
 
 class FakeTensorMaps:
@@ -229,6 +231,7 @@ class FakeGpu:
         # Memory to which the struct of a launch is written, and the arguments that refer to it.
         self.arguments = FakeArguments(bytearray(MAX_BYTES))
         self.device = self.stream = 0  # the current device, and the handle of the current stream
+        self.captures = False  # whether the current stream captures a graph
         self.order: list[tuple[int, int]] = []  # a stream that waits, and the one it waits for
         self.uploads: list[np.ndarray] = []  # arrays that were copied from host memory
         self._next = _FIRST
@@ -299,13 +302,17 @@ class _Stream(contextlib.nullcontext[None]):
         super().__init__()
 
     @staticmethod
-    @contextlib.contextmanager
-    def from_external(other: Any) -> Iterator[None]:
+    def from_external(other: Any) -> AbstractContextManager[None]:
         """Make another library's stream current within the context."""
-        gpu = sys.modules["cupy"].gpu
-        before, (_, gpu.stream) = gpu.stream, other.__cuda_stream__()
-        yield
-        gpu.stream = before
+        return _current(other.__cuda_stream__()[1])
+
+
+@contextlib.contextmanager
+def _current(handle: int) -> Iterator[None]:
+    gpu = sys.modules["cupy"].gpu
+    before, gpu.stream = gpu.stream, handle
+    yield
+    gpu.stream = before
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
@@ -317,7 +324,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         eventRecord=last_of.__setitem__,
         streamWaitEvent=lambda stream, event: gpu.order.append((stream, last_of[event])),
         memsetAsync=lambda *_: None,
+        streamIsCapturing=lambda stream: gpu.captures,
     )
+    monkeypatch.setattr(_Stream, "null", _current(0), raising=False)
     cuda = SimpleNamespace(
         runtime=runtime,
         alloc=gpu.alloc,
@@ -341,7 +350,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     users = (prepared_calls, gpu_forward, gpu_backward, torch_autograd, allocate, block_masks)
     for module in (*users, repeated_gradients):
         monkeypatch.setattr(module, "cupy_module", lambda: fake)
-    for module in (torch_arrays, jax_arrays):
+    for module in (torch_arrays, jax_arrays, cuda_interface):
         monkeypatch.setattr(module, "_cupy", lambda: fake)
     monkeypatch.setattr(torch_arrays, "_thread_state", torch_arrays._ThreadState())
     for module in (prepared_calls, repeated_gradients):

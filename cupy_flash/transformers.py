@@ -115,7 +115,7 @@ def attention(
     options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap, "sinks": s_aux}
 
     pattern = attention_mask if isinstance(attention_mask, AttentionPattern) else None
-    lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    lengths: Any = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     is_packed = not any(x is None for x in lengths)
     if pattern is not None:
         options |= {"causal": pattern.causal, "window_size": pattern.window}
@@ -127,8 +127,7 @@ def attention(
 
     # Padding that the mask describes takes precedence, as in transformers' own functions.
     if is_packed and not (pattern is not None and pattern.has_padding):
-        most = int(max_length_q), int(max_length_k)  # type: ignore[arg-type]
-        return _packed(q, k, v, (cu_seq_lens_q, cu_seq_lens_k, *most), options), None
+        return _packed(q, k, v, (*lengths[:2], *map(int, lengths[2:])), options), None
     if pattern is not None:
         if pattern.begins_at_first_key:
             # Later keys are the unused part of a static cache.
@@ -136,7 +135,8 @@ def attention(
         packed = pattern.packed
         if packed is not None and position_bias is None:
             offsets = (packed.cu_seqlens, packed.cu_seqlens, packed.max_seqlen, packed.max_seqlen)
-            options |= {"seqused_q": packed.used, "seqused_k": packed.used}
+            if packed.used is not None:
+                options |= {"seqused_k": packed.used, "q_offset": torch.zeros_like(packed.used)}
             return _packed(q, k, v, offsets, options), None
         attention_mask = _add_pattern(options, pattern, k)
     for mask in (attention_mask, position_bias):

@@ -30,7 +30,7 @@ class PackedSequences(NamedTuple):
     max_seqlen : int
         Upper bound of the lengths.
     used : int32 Tensor, shape (sequences,), optional
-        Number of rows of each sequence that are no padding.
+        Number of keys of each sequence that are no padding. They come first.
     """
 
     cu_seqlens: Tensor
@@ -169,8 +169,9 @@ def attention_mask(
     if isinstance(q_offset, Tensor):
         # The cache advances its own tensor in place before the layers attend.
         q_offset = q_offset.clone()
-    dense: Any = partial(
-        masking_utils.sdpa_mask,
+    sdpa_mask: Any = masking_utils.sdpa_mask
+    dense = partial(
+        sdpa_mask,
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -215,13 +216,13 @@ def attention_mask(
             return pattern
         if not is_prefill:
             return dense()
-        return replace(pattern, packed=_chunks(rules, q_length, is_padded=False))
+        return replace(pattern, packed=_chunks(rules, q_length, None))
     padding: Any = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     padding = padding[:, kv_offset : kv_offset + kv_length]
     if crosses:
         if not is_prefill or is_tracing(padding) or not bool((_runs(padding) <= 1).all()):
             return dense()
-        return replace(pattern, packed=_chunks(rules, q_length, is_padded=True))
+        return replace(pattern, packed=_chunks(rules, q_length, padding))
     if is_tracing(padding):
         return replace(pattern, keys=padding)
     return _with_padding(pattern, padding, attention_mask.shape[1] - kv_offset)
@@ -326,21 +327,31 @@ def _documents(
     return PackedSequences(cu_seqlens, int(cu_seqlens.diff().max()))
 
 
-def _chunks(rules: _Rules, seqlen: int, *, is_padded: bool) -> PackedSequences:
+def _chunks(rules: _Rules, seqlen: int, padding: Tensor | None) -> PackedSequences:
     """Return the chunks of all sequences. The chunks before the first one hold left padding."""
     chunk: Any = rules.chunk
     leftpad: Any = rules.leftpad
     count = -(-seqlen // chunk)
-    multiples = torch.arange(-count if is_padded else 0, count, device=leftpad.device) * chunk
-    bounds = (leftpad[:, None] + multiples).clamp(0, seqlen)
-    return PackedSequences(_offsets(bounds, seqlen), min(chunk, seqlen))
+    multiples = torch.arange(0 if padding is None else -count, count, device=leftpad.device)
+    bounds = (leftpad[:, None] + multiples * chunk).clamp(0, seqlen)
+    return _divided(bounds, seqlen, min(chunk, seqlen), padding)
 
 
-def _offsets(bounds: Tensor, seqlen: int) -> Tensor:
-    """Return cu_seqlens, given the rows (batch, n) at which sequences begin in their entries."""
+def _divided(
+    bounds: Tensor, seqlen: int, max_seqlen: int, padding: Tensor | None
+) -> PackedSequences:
+    """Return sequences, given the rows (batch, n) at which they begin in their entries.
+
+    The first ones begin at row 0. In each, keys that are no padding come first.
+    """
+    pad = torch.nn.functional.pad
     entries = torch.arange(len(bounds), device=bounds.device)[:, None] * seqlen
-    rows = (bounds + entries).flatten()
-    return torch.nn.functional.pad(rows, (0, 1), value=len(bounds) * seqlen).to(torch.int32)
+    rows = pad((bounds + entries).flatten(), (0, 1), value=len(bounds) * seqlen)
+    used = None
+    if padding is not None:
+        before = pad(padding[:, :seqlen].flatten().cumsum(0), (1, 0))
+        used = before[rows].diff().to(torch.int32)
+    return PackedSequences(rows.to(torch.int32), max_seqlen, used)
 
 
 def _runs(padding: Tensor) -> Tensor:
@@ -367,11 +378,9 @@ def _with_padding(pattern: AttentionPattern, padding: Tensor, given: int) -> Att
         return pattern
     if all_first and all_runs:
         return replace(pattern, seqlens_k=count.to(torch.int32))
-    # Each query of a causal mask without a cache is one of the keys: it may be left out as padding.
     is_prefill = not isinstance(offset, Tensor) and offset == 0 and seqlen_q <= seqlen_k
     if not (all_runs and pattern.causal and is_prefill):
         return replace(pattern, keys=padding)
-    # A first sequence holds the padding of each entry, the second one the rest.
-    first = torch.stack([torch.zeros_like(count), padding.int().argmax(-1)], 1)
-    used = torch.stack([torch.zeros_like(count), count], 1).flatten().to(torch.int32)
-    return replace(pattern, packed=PackedSequences(_offsets(first, seqlen_q), seqlen_q, used))
+    # A first sequence holds the left padding of each entry, a second one the rest.
+    bounds = torch.stack([torch.zeros_like(count), padding.int().argmax(-1)], 1)
+    return replace(pattern, packed=_divided(bounds, seqlen_q, seqlen_q, padding))

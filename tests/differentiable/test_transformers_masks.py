@@ -99,7 +99,7 @@ def assert_right(
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_masks_without_a_cache(kind: str, padding: str, rng: np.random.Generator) -> None:
-    for _ in range(8):
+    for _ in range(5):
         batch, seqlen, size = (int(x) for x in rng.integers(1, (4, 30, 12)))
         keys = random_padding(rng, padding, batch, seqlen)
         pattern, dense = masks(kind, size, (batch, seqlen), attention_mask=keys)
@@ -129,7 +129,7 @@ LAYER = {"causal": "full_attention", "window": "sliding_attention", "chunk": "ch
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("kind", LAYER)
 def test_masks_with_a_cache(kind: str, padding: str, cache: str, rng: np.random.Generator) -> None:
-    for round_ in range(8):
+    for round_ in range(6):
         batch, seqlen, past, size = (int(x) for x in rng.integers(1, (4, 14, 20, 12)))
         if round_ < 3:
             seqlen = 1
@@ -152,13 +152,15 @@ def test_masks_with_a_cache(kind: str, padding: str, cache: str, rng: np.random.
         seqlen_k = dense.shape[-1]
         if padding != "holes" and kind != "chunk":
             assert isinstance(pattern, adapter.AttentionPattern)
+        if isinstance(pattern, adapter.AttentionPattern):
+            assert torch.equal(pattern.dense(), dense)
         real = torch.ones(batch, seqlen, dtype=torch.bool) if keys is None else keys[:, -seqlen:]
         assert_right(rng, pattern, dense, (batch, seqlen, seqlen_k), real)
 
 
 @pytest.mark.parametrize("kind", LAYER)
 def test_documents_that_positions_separate(kind: str, rng: np.random.Generator) -> None:
-    for _ in range(8):
+    for _ in range(5):
         batch, seqlen, size = (int(x) for x in rng.integers((1, 2, 1), (4, 30, 12)))
         begins = rng.random((batch, seqlen)) < 0.2
         begins[:, 0] = begins[0, 1] = True

@@ -30,6 +30,8 @@ _COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
+# All experts of a token are used: a choice among them would depend on the last bits of scores.
+_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}
 WINDOW = 7
 
 
@@ -49,8 +51,7 @@ def _llama4() -> Any:
         intermediate_size_mlp=40,
         num_hidden_layers=4,
         attention_chunk_size=WINDOW,
-        num_local_experts=2,
-        num_experts_per_tok=1,
+        **_EXPERTS,
         interleave_moe_layer_step=2,
         layer_types=["chunked_attention", "full_attention"] * 2,
         no_rope_layers=[1, 0, 1, 0],
@@ -61,8 +62,7 @@ def _gpt_oss() -> Any:
     model = _decoder(
         "GptOss",
         sliding_window=WINDOW,
-        num_local_experts=2,
-        num_experts_per_tok=1,
+        **_EXPERTS,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     )
     for layer in model.model.layers:

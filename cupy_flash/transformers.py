@@ -21,10 +21,10 @@ from cupy_flash.errors import UnsupportedError
 from cupy_flash.torch import flash_attention, flash_attention_varlen
 from cupy_flash.transformers_masks import AttentionPattern, attention_mask
 
-__all__ = ["AttentionPattern", "attention", "attention_mask", "register"]
+__all__ = ["attention", "register"]
 
 # transformers loads names that contain "flash" from its hub of kernels.
-NAME = "fused_cupy"
+_NAME = "fused_cupy"
 
 
 def register() -> None:
@@ -32,8 +32,8 @@ def register() -> None:
 
     Models then take attn_implementation="fused_cupy", and so does `set_attn_implementation`.
     """
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, attention_mask)
+    AttentionInterface.register(_NAME, attention)
+    AttentionMaskInterface.register(_NAME, attention_mask)
 
 
 def attention(

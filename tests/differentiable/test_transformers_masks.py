@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5")
 masking = pytest.importorskip("transformers.masking_utils")
 adapter = pytest.importorskip("cupy_flash.transformers")
+patterns = pytest.importorskip("cupy_flash.transformers_masks")
 
 KINDS = {
     "causal": masking.create_causal_mask,
@@ -104,7 +105,7 @@ def test_masks_without_a_cache(kind: str, padding: str, rng: np.random.Generator
         keys = random_padding(rng, padding, batch, seqlen)
         pattern, dense = masks(kind, size, (batch, seqlen), attention_mask=keys)
         if padding != "holes":
-            assert isinstance(pattern, adapter.AttentionPattern)
+            assert isinstance(pattern, patterns.AttentionPattern)
         rows = torch.ones(batch, seqlen, dtype=torch.bool) if keys is None else keys
         assert_right(rng, pattern, dense, (batch, seqlen, seqlen), rows)
 
@@ -151,8 +152,8 @@ def test_masks_with_a_cache(kind: str, padding: str, cache: str, rng: np.random.
         caches[0].update(rows, rows, 0)
         seqlen_k = dense.shape[-1]
         if padding != "holes" and kind != "chunk":
-            assert isinstance(pattern, adapter.AttentionPattern)
-        if isinstance(pattern, adapter.AttentionPattern):
+            assert isinstance(pattern, patterns.AttentionPattern)
+        if isinstance(pattern, patterns.AttentionPattern):
             assert torch.equal(pattern.dense(), dense)
         real = torch.ones(batch, seqlen, dtype=torch.bool) if keys is None else keys[:, -seqlen:]
         assert_right(rng, pattern, dense, (batch, seqlen, seqlen_k), real)
@@ -167,7 +168,7 @@ def test_documents_that_positions_separate(kind: str, rng: np.random.Generator) 
         starts = np.maximum.accumulate(begins * np.arange(seqlen), axis=1)
         ids = torch.tensor(np.arange(seqlen) - starts)
         pattern, dense = masks(kind, size, (batch, seqlen), position_ids=ids)
-        assert isinstance(pattern, adapter.AttentionPattern)
+        assert isinstance(pattern, patterns.AttentionPattern)
         rows = torch.ones(batch, seqlen, dtype=torch.bool)
         assert_right(rng, pattern, dense, (batch, seqlen, seqlen), rows)
 

@@ -20,8 +20,8 @@ from cupy_flash import parallel
 from cupy_flash.cli.main import main
 
 SNAPSHOT = Path(__file__).with_name("public_api.txt")
-# PyTorch and JAX need not be installed, so these modules are parsed and not imported.
-PARSED = ("torch", "jax")
+# PyTorch, JAX and transformers need not be installed: these modules are parsed, not imported.
+PARSED = ("torch", "jax", "transformers")
 
 
 class Named:

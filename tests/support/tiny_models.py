@@ -23,7 +23,7 @@ _COMMON: dict[str, Any] = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 256,
     "initializer_range": _RANGE,
     "attention_dropout": 0.0,
     "pad_token_id": 0,

@@ -210,6 +210,26 @@ def test_compiled_generation_compiles_no_step_twice(name: str, rng: np.random.Ge
     assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing(use_reentrant: bool, rng: np.random.Generator) -> None:
+    gradients = []
+    for model in pair(DECODERS["Mistral"], rng, "cpu", torch.float32):
+        model.train().gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        model.enable_input_require_grads()
+        given, _ = inputs_of("Mistral", np.random.default_rng(0), "right", "cpu")
+        model(**given, labels=given["input_ids"]).loss.backward()
+        gradients.append([x.grad for x in model.parameters()])
+    for expected, found in zip(*gradients, strict=True):
+        assert (found - expected).abs().max() < LIMIT * max(1, float(expected.abs().max()))
+
+
+def test_beams(rng: np.random.Generator) -> None:
+    eager, fused = pair(DECODERS["Gemma 3"], rng, "cpu", torch.float32)
+    given = {"attention_mask": padding([9, 5], 9, "left"), "input_ids": tokens(rng, 2, 9)}
+    options = {"max_new_tokens": 8, "num_beams": 3, "do_sample": False}
+    assert torch.equal(fused.generate(**given, **options), eager.generate(**given, **options))
+
+
 def test_autocast_casts_the_inputs(rng: np.random.Generator) -> None:
     eager, fused = pair(DECODERS["Llama"], rng, "cpu", torch.float32)
     ids = tokens(rng, 2, SEQLEN)

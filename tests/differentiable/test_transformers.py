@@ -216,7 +216,7 @@ def test_gradient_checkpointing(use_reentrant: bool, rng: np.random.Generator) -
     for model in pair(DECODERS["Mistral"], rng, "cpu", torch.float32):
         model.train().gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         model.enable_input_require_grads()
-        given, _ = inputs_of("Mistral", np.random.default_rng(0), "right", "cpu")
+        given, _ = inputs_of("Mistral", np.random.default_rng(0), None, "cpu")
         model(**given, labels=given["input_ids"]).loss.backward()
         gradients.append([x.grad for x in model.parameters()])
     for expected, found in zip(*gradients, strict=True):

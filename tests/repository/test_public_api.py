@@ -20,8 +20,11 @@ from cupy_flash import parallel
 from cupy_flash.cli.main import main
 
 SNAPSHOT = Path(__file__).with_name("public_api.txt")
-# PyTorch, JAX and onnx need not be installed, so these modules are parsed and not imported.
-PARSED = ("torch", "jax", "flash_attn/flash_attn_interface", "flash_attn/bert_padding", "onnx")
+# Other libraries need not be installed, so the modules that import them are parsed instead.
+PARSED = (
+    *("torch", "jax", "flash_attn/flash_attn_interface", "flash_attn/bert_padding", "onnx"),
+    "transformers",
+)
 
 
 class Named:

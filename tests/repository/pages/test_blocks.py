@@ -88,6 +88,7 @@ NEEDS: dict[str, Callable[[], str | None]] = {
     "jax": lambda: installed("jax"),
     "onnx": lambda: installed("onnx"),
     "xarray": lambda: installed("xarray") or installed("dask"),
+    "transformers": lambda: installed("torch") or installed("transformers"),
     "compiler": why_no_compiler,
     "weights": why_no_example,
     "time": lambda: None,  # a slow test

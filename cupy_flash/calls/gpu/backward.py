@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cupy_flash.arrays.overlap import OverlapCheck, require_no_overlap
 from cupy_flash.arrays.strided import as_cupy
@@ -36,6 +36,21 @@ _BLOCK_MASK = "block_mask"
 _FIELDS = {"bias": "dbias", "sinks": "dsinks"}
 
 
+class Placed(NamedTuple):
+    """Memory of the caller for a backward call.
+
+    Attributes
+    ----------
+    results
+        Arrays of the gradients, in order. They may be None unless named in `Call.cleared`.
+    addresses
+        Addresses of the gradients, followed by that of at least `Call.workspace` bytes.
+    """
+
+    results: list[Any]
+    addresses: list[int]
+
+
 @dataclass(frozen=True)
 class Call:
     """Prepared backward call: what the call key determines, see `prepared_calls.look_up`.
@@ -61,6 +76,8 @@ class Call:
         Indices of the gradients that are zeroed first, because kernels write only parts of them.
     block_mask_key
         Key of the block mask that the kernels read, or None.
+    workspace
+        Size in bytes of the plan's workspace.
     """
 
     allocate: ResultAllocator
@@ -72,6 +89,7 @@ class Call:
     launches: Launches
     cleared: tuple[int, ...]
     block_mask_key: BlockMaskKey | None = None
+    workspace: int = 0
 
     def run(
         self,
@@ -80,13 +98,14 @@ class Call:
         _keys: int = 0,
         user_mods: UserMods = NO_USER_MODS,
         stream: int | None = None,
+        placed: Placed | None = None,
     ) -> list[Any]:
         """Enqueue the launches for arrays at these addresses; return the gradients.
 
         `arguments` is used only for the arrays that gradients are written to, and for those that
         the block mask is built from. `stream` is the handle of the stream, by default that of
         CuPy's current stream. It may be another one only if no gradient is cleared and no block
-        mask is built.
+        mask is built. Gradients and workspace are allocated unless they are `placed`.
         """
         if self.overlap_check.pairs:
             self.overlap_check.check(addresses)
@@ -94,9 +113,12 @@ class Call:
             # Passing the device saves CuPy the look-up of the current device.
             stream = cupy_module().cuda.get_current_stream(self.device).ptr
         queue = None if self.uses_torch else shared(0, self.device, stream)
-        arrays, new_addresses = self.allocate()
-        # `_memory` is referenced until the launches are enqueued; then the pool may reuse it.
-        _memory = arrays.pop()
+        if placed is None:
+            arrays, new_addresses = self.allocate()
+            # `_memory` is referenced until the launches are enqueued; then the pool may reuse it.
+            _memory = arrays.pop()
+        else:
+            arrays, new_addresses = placed
         for index, argument_index in self.given:
             arrays[index], new_addresses[index] = (
                 arguments[argument_index],
@@ -187,6 +209,7 @@ def prepare(arguments: GradientArguments, options: Options, context: Context) ->
             if problem.is_empty or (name not in ROWS and not problem.layout.is_dense)
         ),
         block_mask_key=block_mask_key,
+        workspace=plan.workspace,
     )
 
 

@@ -11,17 +11,15 @@ argument may be a NumPy array, which is copied to the device of the other argume
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from cupy_flash.arrays.kinds import elements, host_array_on_gpu, unshared
 from cupy_flash.arrays.strided import kind_of
 from cupy_flash.calls.arguments import check_qkv, parts_of
-from cupy_flash.differentiable import WITH_GRADIENT, DifferentiableCall, dense_call, varlen_call
-from cupy_flash.mods.keywords import ARRAYS
+from cupy_flash.differentiable import dense_call, varlen_call
+from cupy_flash.jax.differentiable import attention, require_constants
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -65,9 +63,9 @@ def flash_attention(
     ValueError, UnsupportedError, CompileError
         See `cupy_flash.flash_attention` and `cupy_flash.flash_attention_backward`.
     """
-    _require_constants({"softmax_scale": softmax_scale, "q_offset": q_offset}, modifications)
+    require_constants({"softmax_scale": softmax_scale, "q_offset": q_offset, **modifications})
     call, others = dense_call(causal, softmax_scale, q_offset, layout, modifications)
-    out, lse = _differentiable(call, (q, k, v, *others))
+    out, lse = attention(call, (q, k, v, *others))
     return (out, lse) if return_lse else out
 
 
@@ -147,91 +145,10 @@ def flash_attention_varlen(
         See `flash_attention`.
     """
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
-    _require_constants({"softmax_scale": softmax_scale, **lengths}, modifications)
+    require_constants({"softmax_scale": softmax_scale, **lengths, **modifications})
     call, others = varlen_call(
         *(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k),
         *(causal, softmax_scale, modifications),
     )
-    out, lse = _differentiable(call, (q, k, v, *others))
+    out, lse = attention(call, (q, k, v, *others))
     return (out, lse) if return_lse else out
-
-
-def _require_constants(values: Mapping[str, Any], modifications: Mapping[str, Any]) -> None:
-    """Raise TypeError for traced values without a gradient, and for traced values in lists."""
-    for name, value in {**values, **modifications}.items():
-        if not any(isinstance(x, jax.core.Tracer) for x in elements(value)):
-            continue
-        if isinstance(value, (list, tuple)):
-            raise TypeError(
-                f"{name} holds values that are traced by JAX; pass numbers, or one array, because "
-                "lists have no gradients"
-            )
-        if name not in WITH_GRADIENT:
-            raise TypeError(
-                f"{name} is traced by JAX; pass a value: only q, k, v, bias, sinks have gradients"
-            )
-
-
-def _with_arrays(call: DifferentiableCall, change: Callable[[str, Any], Any]) -> DifferentiableCall:
-    """Return the call with its length and modification arrays replaced by `change(name, array)`."""
-    names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-    lengths = tuple(map(change, names, call.lengths))
-    modifications = {
-        name: change(name, value) if name in ARRAYS else value
-        for name, value in call.modifications.items()
-    }
-    return call._replace(lengths=lengths, modifications=modifications)
-
-
-def _on_device(
-    call: DifferentiableCall, inputs: tuple[Any, ...]
-) -> tuple[DifferentiableCall, tuple[Any, ...]]:
-    """Return the call and its inputs with NumPy arrays copied to the device of the JAX arrays."""
-    places = (array.devices() for array in inputs if isinstance(array, jax.Array))
-    # If all inputs are NumPy arrays, None selects JAX's default device.
-    (device, *_) = next(places, (None,))
-    inputs = tuple(
-        # Copied first, because JAX may read the memory after `device_put` has returned.
-        jax.device_put(array.copy(), device) if isinstance(array, np.ndarray) else array
-        for array in inputs
-    )
-    (device, *_) = inputs[0].devices()
-    if device.platform != "gpu":
-        return call, inputs
-    # Host arrays of the call become CuPy arrays: JAX would narrow a uint64 tree_mask to uint32.
-    return _with_arrays(call.with_captures(host_array_on_gpu), host_array_on_gpu), inputs
-
-
-def _run(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
-    for name, array in zip(call.names, inputs, strict=True):
-        if isinstance(array, jax.core.Tracer):
-            raise TypeError(
-                f"{name} is traced by a transform such as jax.jit or jax.vmap; call attention "
-                "outside of it, with concrete arrays"
-            )
-    call, inputs = _on_device(call, inputs)
-    results: tuple[Any, Any] = call.run(inputs)
-    return results
-
-
-def _differentiable(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
-    # The caller may overwrite NumPy and CuPy arrays before the gradients are computed.
-    call = _with_arrays(call.with_functions_kept(), lambda _, array: unshared(array))
-    attention = jax.custom_vjp(lambda *inputs: _run(call, inputs))
-
-    def forward(*inputs: Any) -> tuple[Any, Any]:
-        inputs = tuple(map(unshared, inputs))
-        results = _run(call, inputs)
-        return results, (inputs, results)
-
-    def backward(saved: Any, gradients: tuple[Any, Any]) -> tuple[Any, ...]:
-        inputs, results = saved
-        # JAX creates the zero gradient of an unused result on its default device.
-        (device,) = results[0].devices()
-        gradients = jax.device_put(gradients, device)
-        placed, inputs = _on_device(call, inputs)
-        return placed.pull_back(inputs, results, gradients, call.names)
-
-    attention.defvjp(forward, backward)
-    result: tuple[Any, Any] = attention(*inputs)
-    return result

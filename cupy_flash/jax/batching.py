@@ -1,0 +1,1 @@
+def batched(static, function, again): return function

@@ -1,0 +1,81 @@
+"""Handler of traced calls on JAX's CPU platform, which runs the CPU backend."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import numpy as np
+
+from cupy_flash.arrays.strided import convert_to
+from cupy_flash.calls import dispatch, dispatch_backward
+from cupy_flash.jax.frames import Buffers, BufferKey, read_frame
+from cupy_flash.jax.static_call import StaticCall, function_of, parsed
+from cupy_flash.mods.base import Modification
+
+_BACKEND = "cpu"
+_parsed = functools.lru_cache(maxsize=1024)(parsed)
+
+
+def execute(address: int) -> None:
+    """Compute the call with the frame at this address."""
+    frame = read_frame(address)
+    static = _parsed(frame.text)
+    given = dict(zip(static.names, _arrays(frame.arguments), strict=True))
+    for name, dtype in static.bits:
+        given[name] = given[name].view(dtype)[..., 0]
+    # The workspace follows the results; the CPU backend does not need it.
+    results = dict(zip(static.results, _arrays(frame.results), strict=False))
+    for name in static.appended:
+        if results[name].ctypes.data != given[name].ctypes.data:
+            results[name][...] = given[name]
+        given[name] = results[name]
+    (_backward if static.is_backward else _forward)(static, given, results)
+
+
+def _forward(static: StaticCall, given: dict[str, Any], results: dict[str, Any]) -> None:
+    record, modifications = _call_of(static, {**given, "out": results["out"]})
+    options = static.options._replace(return_lse=True)
+    if options.kind == "scaled":
+        options = options._replace(out_dtype=None)
+    _, lse = dispatch.attention(record, options, _BACKEND, static.keys, modifications)
+    results["lse"][...] = lse
+
+
+def _backward(static: StaticCall, given: dict[str, Any], results: dict[str, Any]) -> None:
+    rows = {f"d{name}": x for name, x in results.items() if name in ("q", "k", "v")}
+    record, modifications = _call_of(static, {**given, **rows})
+    gradients = dispatch_backward.gradients(record, static.options, _BACKEND, modifications)
+    for name, gradient in zip(static.results, gradients, strict=True):
+        if name not in ("q", "k", "v"):
+            results[name][...] = gradient
+
+
+def _call_of(static: StaticCall, arrays: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    record, modifications = static.record(arrays)
+    return record, {**modifications, **{name: _on_host(token) for name, token in static.functions}}
+
+
+@functools.lru_cache(maxsize=256)
+def _on_host(token: str) -> Modification:
+    """Return the user function with a token, with its captured arrays in host memory."""
+    return function_of(token).with_arrays(lambda _, array: convert_to(np, array))
+
+
+def _arrays(buffers: Buffers) -> list[np.ndarray]:
+    keys = (BufferKey(*key) for key in buffers.keys)
+    return [_array(key, at) for key, at in zip(keys, buffers.addresses, strict=True)]
+
+
+def _array(key: BufferKey, address: int) -> np.ndarray:
+    shape, dtype = _shape_and_dtype(key)
+    size = int(np.prod(shape)) * dtype.itemsize
+    if not size:
+        return np.empty(shape, dtype)
+    return np.ndarray(shape, dtype, (ctypes.c_char * size).from_address(address))
+
+
+@functools.lru_cache(maxsize=4096)
+def _shape_and_dtype(key: BufferKey) -> tuple[tuple[int, ...], np.dtype]:
+    return key.shape, key.numpy_dtype

@@ -1,0 +1,1 @@
+def partitioned(static, function): return function

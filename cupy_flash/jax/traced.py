@@ -1,0 +1,136 @@
+"""Calls inside a function that JAX traces: they become an operation of the compiled program."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from cupy_flash.arrays.kinds import normalize_int32, vector
+from cupy_flash.arrays.strided import is_cupy
+from cupy_flash.calls.arguments import INT32
+from cupy_flash.jax import targets
+from cupy_flash.jax.batching import batched
+from cupy_flash.jax.partitioning import partitioned
+from cupy_flash.jax.static_call import StaticCall
+from cupy_flash.mods.keywords import VECTORS
+
+# Dtypes of 64-bit numbers that JAX narrows, unless it is configured to keep them.
+_WIDE = ("int64", "uint64", "float64")
+
+
+def call(static: StaticCall, operands: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the results of a call by name.
+
+    Parameters
+    ----------
+    static
+        The call without arrays.
+    operands
+        JAX arrays, traced or not, in the order of `static.names`; see `operand`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If no kernel computes the call; the message names the argument.
+    """
+    targets.require_registered()
+    results = _function(static)(*_with_common_axes(operands))
+    return dict(zip(static.results, results, strict=True))
+
+
+@functools.lru_cache(maxsize=1024)
+def _function(static: StaticCall) -> Callable[..., Any]:
+    """Return the compiled function of a call, so that a repeated call is traced only once."""
+
+    def results(*operands: Any) -> tuple[Any, ...]:
+        return targets.results_of(static, operands)
+
+    function = batched(static, partitioned(static, results), _function)
+    return jax.jit(function, inline=True)
+
+
+def operand(name: str, value: Any, q: Any, layout: str) -> tuple[Any, str | None]:
+    """Return an argument as an operand of a traced call, in the form that kernels read.
+
+    Parameters
+    ----------
+    name, value
+        Name of the argument, and an array of JAX, NumPy or CuPy, a list, or for some a number.
+    q, layout
+        Queries of the call, and the order of their axes.
+
+    Returns
+    -------
+    operand, wide
+        JAX or NumPy array. If it holds 64-bit numbers as pairs of uint32, their dtype.
+    """
+    if name in VECTORS:
+        return _head_values(name, value, q, layout), None
+    if name in INT32 and isinstance(value, (list, tuple)):
+        value = normalize_int32(name, value, on_host=True)
+    if not isinstance(value, jax.Array):
+        return _constant(name, value)
+    if name in INT32 and value.dtype.kind in "iu" and value.dtype != jnp.int32:
+        value = value.astype(jnp.int32)
+    return value, None
+
+
+def _constant(name: str, value: Any) -> tuple[Any, str | None]:
+    """Return a NumPy or CuPy array as an operand, see `operand`."""
+    value = value.get() if is_cupy(value) else value
+    dtype = str(getattr(value, "dtype", ""))
+    if name in INT32 and getattr(value, "dtype", None) is not None and value.dtype.kind in "iu":
+        return normalize_int32(name, value.ravel().tolist(), on_host=True).reshape(value.shape), None
+    if dtype in _WIDE and not jax.config.jax_enable_x64:
+        return value.reshape(*value.shape, 1).view("uint32"), dtype
+    return value, None
+
+
+def _head_values(name: str, value: Any, q: Any, layout: str) -> Any:
+    """Return ALiBi slopes or sinks with a number for each head, of a dtype that kernels read."""
+    wide = q.dtype.name == "float64"
+    if not isinstance(value, jax.Array) and not hasattr(value, "dtype"):
+        value = vector(name, value, on_host=True)
+    if not isinstance(value, jax.Array):
+        value = value.get() if is_cupy(value) else value
+    accumulator = jnp.float64 if wide else jnp.float32
+    as_they_are = (accumulator,) if name == "alibi_slopes" else (accumulator, q.dtype)
+    is_real = jnp.issubdtype(value.dtype, jnp.floating)
+    if is_real and value.dtype not in as_they_are:
+        value = value.astype(accumulator)
+    if value.ndim == 0 and q.ndim >= 3:
+        value = jnp.broadcast_to(value, (q.shape[-3 if layout == "bhsd" else -2],))
+    return value
+
+
+def _with_common_axes(operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the operands, all varying over the axes of `jax.shard_map` that any of them does.
+
+    JAX then sums the gradient of an operand that is the same on all devices.
+    """
+    axes = [_varying_axes(x) for x in operands]
+    union = frozenset().union(*axes)
+    if not union:
+        return operands
+    return tuple(
+        vary(x, tuple(union - own)) if union - own else x
+        for x, own in zip(operands, axes, strict=True)
+    )
+
+
+def _varying_axes(array: Any) -> frozenset[str]:
+    kind = jax.typeof(array) if hasattr(jax, "typeof") else None
+    manual = getattr(kind, "manual_axis_type", None)
+    varying = getattr(kind, "vma", None) if manual is None else manual.varying
+    return frozenset(varying or ())
+
+
+def vary(array: Any, axes: tuple[str, ...]) -> Any:
+    """Return an array whose type says that it varies over these axes of `jax.shard_map`."""
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(array, axes, to="varying")
+    return jax.lax.pvary(array, axes)

@@ -11,6 +11,7 @@ import numpy as np
 from cupy_flash.arrays.kinds import elements, host_array_on_gpu, unshared
 from cupy_flash.differentiable import WITH_GRADIENT, DifferentiableCall
 from cupy_flash.jax import traced
+from cupy_flash.jax.manual_axes import with_common_axes
 from cupy_flash.jax.static_call import StaticCall, function_tokens
 from cupy_flash.mods.keywords import ARRAYS, checked_softcap, require_known, window_of
 from cupy_flash.problem.gradient import ROWS
@@ -73,7 +74,8 @@ def attention(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, A
 
     function = jax.custom_vjp(run)
     function.defvjp(forward, backward, symbolic_zeros=True)
-    result: tuple[Any, Any] = function(*inputs, *constants.values())
+    given = with_common_axes((*inputs, *constants.values()))
+    result: tuple[Any, Any] = function(*given)
     return result
 
 
@@ -88,7 +90,7 @@ def without_gradient(static: StaticCall, operands: tuple[Any, ...], why: str) ->
 
     function = jax.custom_vjp(run)
     function.defvjp(forward, lambda *_: ())
-    results: dict[str, Any] = function(*operands)
+    results: dict[str, Any] = function(*with_common_axes(operands))
     return results
 
 

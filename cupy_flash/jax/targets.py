@@ -10,6 +10,7 @@ import jax
 from cupy_flash.gpu.environment import gpu_unavailable
 from cupy_flash.jax import on_cpu, on_gpu
 from cupy_flash.jax.handlers import register
+from cupy_flash.jax.manual_axes import varying, varying_axes
 from cupy_flash.jax.static_call import StaticCall
 
 # Names of the targets. A program that JAX has exported refers to them, so the meaning of a name
@@ -45,4 +46,6 @@ def results_of(static: StaticCall, operands: tuple[Any, ...]) -> tuple[Any, ...]
         vmap_method="sequential",
         input_output_aliases=aliases,
     )(*operands, call=static.text())
-    return tuple(made[: len(static.results)])
+    # The types of the operation's results have no axes of `jax.shard_map`.
+    axes = varying_axes(operands)
+    return tuple(varying(x, axes) for x in made[: len(static.results)])

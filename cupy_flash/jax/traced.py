@@ -14,6 +14,7 @@ from cupy_flash.arrays.strided import is_cupy
 from cupy_flash.calls.arguments import INT32
 from cupy_flash.jax import targets
 from cupy_flash.jax.batching import batched
+from cupy_flash.jax.manual_axes import with_common_axes
 from cupy_flash.jax.partitioning import partitioned
 from cupy_flash.jax.static_call import StaticCall
 from cupy_flash.mods.keywords import VECTORS
@@ -38,7 +39,7 @@ def call(static: StaticCall, operands: tuple[Any, ...]) -> dict[str, Any]:
         If no kernel computes the call; the message names the argument.
     """
     targets.require_registered()
-    results = _function(static)(*_with_common_axes(operands))
+    results = _function(static)(*with_common_axes(operands))
     return dict(zip(static.results, results, strict=True))
 
 
@@ -105,32 +106,3 @@ def _head_values(name: str, value: Any, q: Any, layout: str) -> Any:
     if value.ndim == 0 and q.ndim >= 3:
         value = jnp.broadcast_to(value, (q.shape[-3 if layout == "bhsd" else -2],))
     return value
-
-
-def _with_common_axes(operands: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the operands, all varying over the axes of `jax.shard_map` that any of them does.
-
-    JAX then sums the gradient of an operand that is the same on all devices.
-    """
-    axes = [_varying_axes(x) for x in operands]
-    union = frozenset().union(*axes)
-    if not union:
-        return operands
-    return tuple(
-        vary(x, tuple(union - own)) if union - own else x
-        for x, own in zip(operands, axes, strict=True)
-    )
-
-
-def _varying_axes(array: Any) -> frozenset[str]:
-    kind = jax.typeof(array) if hasattr(jax, "typeof") else None
-    manual = getattr(kind, "manual_axis_type", None)
-    varying = getattr(kind, "vma", None) if manual is None else manual.varying
-    return frozenset(varying or ())
-
-
-def vary(array: Any, axes: tuple[str, ...]) -> Any:
-    """Return an array whose type says that it varies over these axes of `jax.shard_map`."""
-    if hasattr(jax.lax, "pcast"):
-        return jax.lax.pcast(array, axes, to="varying")
-    return jax.lax.pvary(array, axes)

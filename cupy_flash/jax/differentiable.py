@@ -68,8 +68,7 @@ def attention(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, A
             out, lse = results
             inputs = dict(zip(call.names, arrays, strict=False))
             inputs |= {"out": out, "dout": dout, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
-            options = given.options._replace(wrt=wrt, family=None, tile=None)
-            made = _traced(given, inputs, options)
+            made = _traced(given, inputs, given.backward_options(wrt))
         return tuple(made.get(name) for name in names)
 
     function = jax.custom_vjp(run)
@@ -95,7 +94,7 @@ def without_gradient(static: StaticCall, operands: tuple[Any, ...], why: str) ->
 
 
 def require_constants(values: Mapping[str, Any]) -> None:
-    """Raise TypeError for options that are traced, and for traced values in lists."""
+    """Raise TypeError for numbers that are traced, and for traced values in lists."""
     for name, value in values.items():
         if not any(isinstance(x, jax.core.Tracer) for x in elements(value)):
             continue
@@ -104,18 +103,15 @@ def require_constants(values: Mapping[str, Any]) -> None:
                 f"{name} holds values that are traced by JAX; pass numbers, or one array, because "
                 "lists have no gradients"
             )
-        if name not in (*ARRAYS, *_LENGTHS, *_ARRAYS):
+        if name in _NUMBERS:
             raise TypeError(
                 f"{name} is traced by JAX; pass a value, which under jax.jit is a static argument: "
                 "only arrays may be traced"
             )
 
 
-# Arrays of calls on 8-bit keys, on pages and on caches.
-_ARRAYS = (
-    *("q_scale", "k_scale", "v_scale", "block_table", "cache_seqlens", "cache_batch_idx"),
-    *("rotary_cos", "rotary_sin", "rotary_seqlens", "cu_seqlens_k_new"),
-)
+# Numbers that select kernels, or are compiled into them.
+_NUMBERS = ("softmax_scale", "window_size", "softcap", "max_seqlen_q", "max_seqlen_k")
 
 
 def require_gradient(name: str) -> None:

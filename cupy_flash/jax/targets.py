@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -20,12 +19,10 @@ TARGET, REPLAYABLE = "cupy_flash.call.v1", "cupy_flash.replayable.v1"
 TARGETS = (TARGET, REPLAYABLE)
 
 
-@functools.cache
-def require_registered() -> None:
-    """Register the handlers, once in a process."""
-    for name in TARGETS:
-        register(name, "cpu", on_cpu.execute)
-        register(name, "CUDA", on_gpu.execute, is_replayable=name == REPLAYABLE)
+for _name in TARGETS:
+    # JAX keeps the handlers of a platform that is not in use.
+    register(_name, "cpu", on_cpu.execute)
+    register(_name, "CUDA", on_gpu.execute, is_replayable=_name == REPLAYABLE)
 
 
 def results_of(static: StaticCall, operands: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -49,3 +46,20 @@ def results_of(static: StaticCall, operands: tuple[Any, ...]) -> tuple[Any, ...]
     # The types of the operation's results have no axes of `jax.shard_map`.
     axes = varying_axes(operands)
     return tuple(varying(x, axes) for x in made[: len(static.results)])
+
+
+def export_checks() -> list[Any]:
+    """Return what `jax.export.export` takes as `disabled_checks` for functions with attention.
+
+    The process that runs an exported function must import `cupy_flash.jax`, which registers the
+    operations. A function with a `score_mod` or `mask_mod` runs only in the process that has
+    exported it.
+
+    Returns
+    -------
+    list of jax.export.DisabledSafetyCheck
+        One for each operation of the library.
+    """
+    from jax.export import DisabledSafetyCheck
+
+    return [DisabledSafetyCheck.custom_call(name) for name in TARGETS]

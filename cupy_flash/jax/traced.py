@@ -38,7 +38,6 @@ def call(static: StaticCall, operands: tuple[Any, ...]) -> dict[str, Any]:
     TypeError, ValueError
         If no kernel computes the call; the message names the argument.
     """
-    targets.require_registered()
     results = _function(static)(*with_common_axes(operands))
     return dict(zip(static.results, results, strict=True))
 
@@ -50,8 +49,15 @@ def _function(static: StaticCall) -> Callable[..., Any]:
     def results(*operands: Any) -> tuple[Any, ...]:
         return targets.results_of(static, operands)
 
-    function = batched(static, partitioned(static, results), _function)
+    function = jax.custom_jvp(batched(static, partitioned(static, results), _function))
+    function.defjvp(_no_derivative)
     return jax.jit(function, inline=True)
+
+
+def _no_derivative(*_: Any) -> Any:
+    raise NotImplementedError(
+        "the gradients of attention are differentiated by JAX; second derivatives are not supported"
+    )
 
 
 def operand(name: str, value: Any, q: Any, layout: str) -> tuple[Any, str | None]:

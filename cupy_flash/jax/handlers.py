@@ -20,6 +20,11 @@ from typing import Any
 
 import jax
 
+try:
+    from jax import ffi
+except ImportError:  # JAX 0.4
+    from jax.extend import ffi
+
 from cupy_flash.jax.frames import answer_metadata, new_error
 
 _Pointer = ctypes.c_void_p
@@ -50,7 +55,7 @@ def register(name: str, platform: str, execute: Execute, *, is_replayable: bool 
     callback = _CFunction(_Handler(execute, is_replayable))
     _kept.append(callback)
     capsule = _new_capsule(ctypes.cast(callback, _Pointer).value, None, None)
-    jax.ffi.register_ffi_target(name, capsule, platform=platform, api_version=1)
+    ffi.register_ffi_target(name, capsule, platform=platform, api_version=1)
 
 
 # Address of the API struct, which is the same in all frames; 0 before the first frame with one.
@@ -81,9 +86,9 @@ def _called(answer: Callable[[int], None], address: int) -> int | None:
 
 
 def _resumed(
-    answer: Callable[[int], None], set_busy: Callable[[bool], None]
+    call: Callable[[int], int | None], set_busy: Callable[[bool], None]
 ) -> Generator[int | None, int, None]:
-    """Answer each frame that is sent; yield an error's address or None.
+    """Call a function with each address that is sent; yield an error's address or None.
 
     Python raises a pending signal when the generator resumes, within the inner `try` statement. A
     second signal, while the first one is handled, is caught by the outer statement.
@@ -96,9 +101,10 @@ def _resumed(
                     while True:
                         address = yield result
                         set_busy(True)
-                        answer(address)
+                        result = call(address)
                         set_busy(False)
-                        result = None
+                except GeneratorExit:  # The process ends.
+                    return
                 except BaseException as error:
                     result = _failure(error)
                     set_busy(False)
@@ -125,14 +131,14 @@ class _Handler(threading.local):
         kind = type(cls.__name__, (cls,), {"send_or_call": call})
         handler: _Handler = threading.local.__new__(kind)
         if threading.current_thread() is threading.main_thread():
-            handler._prepare(answer, call)
+            handler._prepare(call)
         return handler
 
-    def _prepare(self, answer: Callable[[int], None], call: Callable[[int], int | None]) -> None:
+    def _prepare(self, call: Callable[[int], int | None]) -> None:
         def set_busy(is_busy: bool) -> None:
             self.send_or_call = call if is_busy else send
 
-        generator = _resumed(answer, set_busy)
+        generator = _resumed(call, set_busy)
         send: Callable[[int], int | None] = generator.send
         next(generator)
         set_busy(False)

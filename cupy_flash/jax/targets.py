@@ -8,7 +8,7 @@ import jax
 
 from cupy_flash.gpu.environment import gpu_unavailable
 from cupy_flash.jax import on_cpu, on_gpu
-from cupy_flash.jax.handlers import register
+from cupy_flash.jax.handlers import ffi, register
 from cupy_flash.jax.manual_axes import varying, varying_axes
 from cupy_flash.jax.static_call import StaticCall
 
@@ -37,7 +37,7 @@ def results_of(static: StaticCall, operands: tuple[Any, ...]) -> tuple[Any, ...]
     shapes = [jax.ShapeDtypeStruct(*spec) for spec in static.result_shapes(operands)]
     names, results = static.names, (*static.results, "scratch")
     aliases = {names.index(name): results.index(name) for name in static.appended}
-    made = jax.ffi.ffi_call(
+    made = ffi.ffi_call(
         TARGET if static.scratch is None else REPLAYABLE,
         shapes,
         vmap_method="sequential",

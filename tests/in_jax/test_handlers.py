@@ -20,13 +20,13 @@ names = (f"cupy_flash.test.{number}" for number in range(1000))
 
 def registered(execute: Callable[[int], None]) -> Callable[[Any], Any]:
     """Return a compiled function that calls a handler of its own."""
-    from cupy_flash.jax.handlers import register
+    from cupy_flash.jax.handlers import ffi, register
 
     name = next(names)
     register(name, "cpu", execute)
 
     def call(x: Any) -> Any:
-        return jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(x.shape, x.dtype))(x, text="text")
+        return ffi.ffi_call(name, jax.ShapeDtypeStruct(x.shape, x.dtype))(x, text="text")
 
     return jax.jit(call)
 

@@ -99,6 +99,8 @@ def flash_attention_qkvpacked(
     softmax_scale: float | None = None,
     q_offset: Any = None,
     return_lse: bool = False,
+    family: str | None = None,
+    tile: TileRequest = None,
     **modifications: Unpack[Modifications],
 ) -> Any:
     """Compute `cupy_flash.flash_attention_qkvpacked` of a JAX array, differentiable by JAX.
@@ -109,6 +111,8 @@ def flash_attention_qkvpacked(
         Queries, keys and values along the third-to-last axis, copied, because JAX has no views.
     causal, softmax_scale, q_offset, return_lse, **modifications
         See `cupy_flash.flash_attention_qkvpacked`.
+    family, tile
+        Kernel family and tile of the forward pass.
 
     Returns
     -------
@@ -130,6 +134,8 @@ def flash_attention_qkvpacked(
         softmax_scale=softmax_scale,
         q_offset=q_offset,
         return_lse=return_lse,
+        family=family,
+        tile=tile,
         **modifications,
     )
 

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MAY_IMPORT = {
     "parallel": {"api", "calls", "gpu", "arrays", "mods", "problem"},
     "api": {"calls", "planning", "mods", "problem"},
+    "jax": {"api", "calls", "differentiable", "gpu", "planning", "arrays", "mods", "problem"},
     "calls": {"gpu", "cpu", "planning", "families", "arrays", "mods", "problem"},
     "gpu": {"planning", "families", "problem"},
     "cpu": {"planning", "families", "arrays", "mods", "problem"},

@@ -79,8 +79,9 @@ class DifferentiableCall(NamedTuple):
 
     def backward_options(self, wrt: tuple[str, ...]) -> Options:
         """Return the options of the backward call for the gradients of the inputs in `wrt`."""
-        forward_only = {"family": None, "tile": None, "num_splits": 0, "batch_invariant": False}
-        return self.options._replace(wrt=wrt, **forward_only)
+        return self.options._replace(
+            wrt=wrt, family=None, tile=None, num_splits=0, batch_invariant=False
+        )
 
     @property
     def functions(self) -> tuple[Modification, ...]:

@@ -1,4 +1,4 @@
-"""Attention for JAX: functions on JAX arrays, differentiable by JAX, also inside compiled functions.
+"""Attention for JAX: functions on JAX arrays, differentiable by JAX, also under `jax.jit`.
 
     from cupy_flash.jax import flash_attention
     jax.jit(jax.grad(lambda q: flash_attention(q, k, v, causal=True).sum()))(q)

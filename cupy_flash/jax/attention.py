@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from cupy_flash.mods.keywords import Modifications, PackedModifications
 
+
 def flash_attention(
     q: Any,
     k: Any,
@@ -186,10 +187,10 @@ def flash_attention_varlen(
     """
     cu_seqlens_k = has_key_positions(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
-    sizes = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    sizes: dict[str, Any] = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     numbers = {"softmax_scale": softmax_scale, **sizes}
     require_constants({**numbers, **lengths, **modifications})
-    forward = {
+    forward: dict[str, Any] = {
         "family": family,
         "tile": freeze_tile(tile),
         "num_splits": num_splits,

@@ -9,22 +9,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from cupy_flash.jax.folding import BROADCAST, Again, fold, folded_step
 from cupy_flash.jax.static_call import StaticCall, function_of
 from cupy_flash.mods.ir.compose import varies
 from cupy_flash.problem.gradient import ROWS
 
 # Operands of dense calls with the batch axes of q: the mapped axis is one more.
 _WITH_BATCH_AXES = (*ROWS, "out", "dout", "lse", "dlse")
-# Operands whose leading axis is that of all sequences of the call, merged into one.
-_OF_SEQUENCES = ("prefix_lens", "seqlens_k", "q_offset", "tree_mask")
-# Operands that broadcast to all sequences, with the number of axes that they then have.
-_BROADCAST = {"bias": 4, "mask": 4, "alibi_slopes": 2, "q_scale": 3, "k_scale": 3, "v_scale": 3}
 
 
 def batched(
     static: StaticCall,
     function: Callable[..., tuple[Any, ...]],
-    again: Callable[[StaticCall], Callable[..., tuple[Any, ...]]],
+    again: Again,
 ) -> Callable[..., tuple[Any, ...]]:
     """Return the function of a call, with a rule for `jax.vmap`.
 
@@ -32,14 +29,15 @@ def batched(
     """
     with_rule = jax.custom_batching.custom_vmap(function)
 
-    @with_rule.def_vmap
     def rule(size: int, is_mapped: list[bool], *operands: Any) -> tuple[Any, Any]:
         if _can_fold(static, is_mapped):
-            results = _folded(static, size, is_mapped, operands, again(static))
+            folded = folded_step if static.options.kind == "kvcache" else _folded
+            results = folded(static, size, is_mapped, operands, again)
         else:
             results = _one_by_one(is_mapped, operands, again(static))
         return results, (True,) * len(results)
 
+    with_rule.def_vmap(rule)
     result: Callable[..., tuple[Any, ...]] = with_rule
     return result
 
@@ -47,10 +45,11 @@ def batched(
 def _can_fold(static: StaticCall, is_mapped: list[bool]) -> bool:
     """Return whether one call can compute all calls of a mapped axis."""
     mapped = {name for name, is_it in zip(static.names, is_mapped, strict=True) if is_it}
-    # Kernels read one sink for each head. The gradient of sinks is summed over the whole batch.
-    if static.options.kind not in ("dense", "scaled") or "sinks" in mapped:
+    # Kernels read one sink for each head, and the same rotary tables for all sequences.
+    if static.options.kind == "varlen" or mapped & {"sinks", "rotary_cos", "rotary_sin"}:
         return False
-    if static.is_backward and "sinks" in static.results:
+    # The gradient of sinks is summed over the whole batch. Packed new rows stay packed.
+    if "sinks" in static.results or "cu_seqlens_k_new" in static.names:
         return False
     # A function of the index of the sequence would get another index.
     return not any(varies(function_of(token).traced)[0] for _, token in static.functions)
@@ -75,7 +74,7 @@ def _folded(
     size: int,
     is_mapped: list[bool],
     operands: tuple[Any, ...],
-    function: Callable[..., tuple[Any, ...]],
+    again: Again,
 ) -> tuple[Any, ...]:
     # A gradient has the shape of its input, so each call of the mapped axis needs its own input.
     mapped = {
@@ -85,42 +84,22 @@ def _folded(
     }
     given = {**dict(zip(static.names, operands, strict=True)), **mapped}
     batch = math.prod(given["q"].shape[1:-3])
-    results = function(
+    results = again(static)(
         *(
-            _fold(name, x, size, batch, is_mapped=name in mapped)
+            x if name in _WITH_BATCH_AXES else fold(name, x, size, batch, is_mapped=name in mapped)
             for name, x in ((name, given[name]) for name in static.names)
         )
     )
     return tuple(
-        _gradient_of(result, given[name].shape, batch) if name in _BROADCAST else result
+        _gradient_of(result, given[name].shape, batch) if name in BROADCAST else result
         for name, result in zip(static.results, results, strict=True)
     )
-
-
-def _fold(name: str, x: Any, size: int, batch: int, *, is_mapped: bool) -> Any:
-    """Return an operand of a call on `size` times as many sequences as `batch`."""
-    if name in _WITH_BATCH_AXES:
-        return x
-    axes = _BROADCAST.get(name)
-    if axes is not None:
-        if not is_mapped and (x.ndim < axes or x.shape[0] == 1):
-            return x
-        own = x.shape[1:] if is_mapped else x.shape
-        own = (1,) * (axes - len(own)) + own
-        x = x.reshape((size if is_mapped else 1, *own))
-        x = jnp.broadcast_to(x, (size, batch, *own[1:]))
-    elif name in _OF_SEQUENCES:
-        x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
-    else:
-        # Sinks are the same for all sequences.
-        return x
-    return x.reshape((size * batch, *x.shape[2:]))
 
 
 def _gradient_of(gradient: Any, shape: tuple[int, ...], batch: int) -> Any:
     """Return the gradients of a bias that `_fold` has broadcast, for each index of the axis."""
     size, *own = shape
     each = gradient.reshape((size, batch, *gradient.shape[1:]))
-    if len(own) < _BROADCAST["bias"] or own[0] == 1:
+    if len(own) < BROADCAST["bias"] or own[0] == 1:
         each = each.sum(1)
     return each.reshape(shape)

@@ -11,8 +11,8 @@ import numpy as np
 from cupy_flash.arrays.kinds import elements, host_array_on_gpu, unshared
 from cupy_flash.differentiable import WITH_GRADIENT, DifferentiableCall
 from cupy_flash.jax import traced
-from cupy_flash.jax.manual_axes import with_common_axes
 from cupy_flash.jax.static_call import StaticCall, function_tokens
+from cupy_flash.jax.versions import with_common_axes
 from cupy_flash.mods.keywords import ARRAYS, checked_softcap, require_known, window_of
 from cupy_flash.problem.gradient import ROWS
 
@@ -44,7 +44,7 @@ def attention(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, A
 
     def forward(*primals: Any) -> tuple[Any, Any]:
         wrt = tuple(name for name, x in zip(names, primals, strict=True) if x.perturbed)
-        for name in wrt[:]:
+        for name in wrt:
             require_gradient(name)
         arrays = tuple(unshared(x.value) for x in primals)
         results = run(*arrays)
@@ -65,10 +65,10 @@ def attention(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, A
             placed, inputs = _on_device(given, arrays[:count])
             made = dict(zip(wrt, placed.pull_back(inputs, results, (dout, dlse), wrt), strict=True))
         else:
-            out, lse = results
-            inputs = dict(zip(call.names, arrays, strict=False))
-            inputs |= {"out": out, "dout": dout, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
-            made = _traced(given, inputs, given.backward_options(wrt))
+            of_results = zip(("out", "lse"), results, strict=True)
+            of_gradients = {"dout": dout, "dlse": dlse}
+            named = dict(zip(call.names, arrays, strict=False)) | dict(of_results) | of_gradients
+            made = _traced(given, named, given.backward_options(wrt))
         return tuple(made.get(name) for name in names)
 
     function = jax.custom_vjp(run)
@@ -79,7 +79,7 @@ def attention(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, A
 
 
 def without_gradient(static: StaticCall, operands: tuple[Any, ...], why: str) -> dict[str, Any]:
-    """Return the results of a call that raises TypeError with the reason if it is differentiated."""
+    """Return the results of a call; raise TypeError with the reason if it is differentiated."""
 
     def run(*arrays: Any) -> dict[str, Any]:
         return traced.call(static, arrays)
@@ -145,22 +145,22 @@ def static_of(
     read = {"window_size": window_of, "softcap": checked_softcap}
     numbers = {name: read[name](given[name]) for name in read if name in given}
     tokens = function_tokens(modifications)
-    q, operands, bits = jax.numpy.asarray(arrays["q"]), {}, {}
-    for name, value in given.items():
-        if name in (*numbers, *(name for name, _ in tokens)):
-            continue
-        operands[name], wide = traced.operand(name, value, q, options.layout)
-        if wide is not None:
-            bits[name] = wide
+    q = jax.numpy.asarray(arrays["q"])
+    others = {name for name, _ in tokens} | numbers.keys()
+    operands = {
+        name: traced.operand(name, value, q, options.layout)
+        for name, value in given.items()
+        if name not in others
+    }
     static = StaticCall(
         tuple(operands),
         options._replace(return_lse=True),
         keys,
         tuple((n, tuple(x) if isinstance(x, tuple) else x) for n, x in numbers.items()),
         tokens,
-        tuple(bits.items()),
+        tuple(name for name in operands if traced.is_pairs(name, given[name])),
     )
-    return static, tuple(map(jax.numpy.asarray, operands.values()))
+    return static, tuple(operands.values())
 
 
 def _traced(call: DifferentiableCall, inputs: Mapping[str, Any], options: Any) -> dict[str, Any]:

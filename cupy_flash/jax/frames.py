@@ -93,7 +93,7 @@ def read_frame(address: int) -> Frame:
     """Return the call frame at an address."""
     words = _FRAME_WORDS.from_address(address)[:]
     # The attributes are an array of pointers to values, and a string's value is a span.
-    (value,) = _Word.from_address(words[_ATTRIBUTES]), 
+    (value,) = (_Word.from_address(words[_ATTRIBUTES]),)
     text, length = _TWO_WORDS.from_address(value.value)
     return Frame(
         words[_API],
@@ -169,7 +169,9 @@ class ContextReader:
         self._stream = _Function(_Word.from_address(api + _GET_STREAM).value)
         size = _Word.from_address(api).value
         has_ordinal = size >= _GET_ORDINAL + 8
-        self._ordinal = _Function(_Word.from_address(api + _GET_ORDINAL).value) if has_ordinal else None
+        self._ordinal = (
+            _Function(_Word.from_address(api + _GET_ORDINAL).value) if has_ordinal else None
+        )
 
     def stream(self, context: int) -> int:
         """Return the handle of the CUDA stream of a call."""

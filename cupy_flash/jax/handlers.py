@@ -20,12 +20,8 @@ from typing import Any
 
 import jax
 
-try:
-    from jax import ffi
-except ImportError:  # JAX 0.4
-    from jax.extend import ffi
-
 from cupy_flash.jax.frames import answer_metadata, new_error
+from cupy_flash.jax.versions import ffi
 
 _Pointer = ctypes.c_void_p
 _CFunction = ctypes.CFUNCTYPE(_Pointer, _Pointer)

@@ -119,7 +119,9 @@ def flash_attention_with_kvcache(
     require_constants({"softmax_scale": softmax_scale, **arrays, **modifications})
     static, operands = static_of(options, arrays, modifications, keys)
     made = without_gradient(
-        static, operands, "flash_attention_with_kvcache is differentiated by JAX, but has no gradient"
+        static,
+        operands,
+        "flash_attention_with_kvcache is differentiated by JAX, but has no gradient",
     )
     caches = {"k_cache": k_cache, "v_cache": v_cache, "k_scale": k_scale, "v_scale": v_scale}
     after = {name: made.get(name, x) for name, x in caches.items()}

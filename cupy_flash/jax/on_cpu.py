@@ -10,7 +10,7 @@ import numpy as np
 
 from cupy_flash.arrays.strided import convert_to
 from cupy_flash.calls import dispatch, dispatch_backward
-from cupy_flash.jax.frames import Buffers, BufferKey, read_frame
+from cupy_flash.jax.frames import BufferKey, Buffers, read_frame
 from cupy_flash.jax.static_call import StaticCall, function_of, parsed
 from cupy_flash.mods.base import Modification
 
@@ -23,8 +23,8 @@ def execute(address: int) -> None:
     frame = read_frame(address)
     static = _parsed(frame.text)
     given = dict(zip(static.names, _arrays(frame.arguments), strict=True))
-    for name, dtype in static.bits:
-        given[name] = given[name].view(dtype)[..., 0]
+    for name in static.pairs:
+        given[name] = given[name].view(np.uint64)[..., 0]
     # The workspace follows the results; the CPU backend does not need it.
     results = dict(zip(static.results, _arrays(frame.results), strict=False))
     for name in static.appended:
@@ -73,7 +73,8 @@ def _array(key: BufferKey, address: int) -> np.ndarray:
     size = int(np.prod(shape)) * dtype.itemsize
     if not size:
         return np.empty(shape, dtype)
-    return np.ndarray(shape, dtype, (ctypes.c_char * size).from_address(address))
+    memory: Any = (ctypes.c_char * size).from_address(address)
+    return np.ndarray(shape, dtype, memory)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -165,7 +165,7 @@ def _operation(static: StaticCall) -> Operation:
 def _arrays(
     static: StaticCall, frame: Frame, device: int
 ) -> tuple[Any, Options, UserMods, dict[str, Any]]:
-    """Return the record of a frame's arguments, options, user functions, and the results by name."""
+    """Return the record of a frame's arguments, options, user functions, and results by name."""
     (given, results) = (
         {
             name: array_at(address, *_spec(static, name, BufferKey(*key)), device)

@@ -85,7 +85,7 @@ def roles(static: StaticCall, name: str, shape: tuple[int, ...]) -> _Roles:
         result = (BATCH, *(None,) * (len(shape) - 3), HEADS, None)
     else:
         result = _TRAILING.get(name, (None,) * len(shape))
-        if name in dict(static.bits):
+        if name in static.pairs:
             result = (*result, None)
     # Arrays may lack leading axes, to which they broadcast.
     result = result[-len(shape) :] if shape else ()

@@ -23,7 +23,7 @@ from cupy_flash.calls.check.problems import CheckedCall, check_call
 from cupy_flash.calls.dispatch import as_planned
 from cupy_flash.calls.options import Options
 from cupy_flash.mods.base import Modification
-from cupy_flash.mods.keywords import ARRAYS, MODS
+from cupy_flash.mods.keywords import MODS
 from cupy_flash.problem.arrays import FLOAT8, FLOAT8_OUTPUTS
 from cupy_flash.problem.tile import Tile
 
@@ -47,8 +47,8 @@ class StaticCall(NamedTuple):
         Modifications that are numbers, window_size and softcap, as pairs of name and value.
     functions
         User functions, as pairs of name and token, see `token_of`.
-    bits
-        Names of the operands that hold 64-bit numbers as pairs of uint32, along one more axis. JAX
+    pairs
+        Names of the operands that hold uint64 numbers as pairs of uint32, along one more axis. JAX
         would otherwise narrow them to 32 bits.
     scratch
         Bytes of workspace that the program allocates; None if the handler allocates it.
@@ -59,7 +59,7 @@ class StaticCall(NamedTuple):
     keys: int = 0
     numbers: tuple[tuple[str, Any], ...] = ()
     functions: tuple[tuple[str, str], ...] = ()
-    bits: tuple[tuple[str, str], ...] = ()
+    pairs: tuple[str, ...] = ()
     scratch: int | None = None
 
     @property
@@ -116,9 +116,10 @@ class StaticCall(NamedTuple):
     def seen(
         self, name: str, shape: tuple[int, ...], dtype: Any
     ) -> tuple[tuple[int, ...], np.dtype]:
-        """Return the shape and dtype of an operand as kernels see it, see `bits`."""
-        wide = dict(self.bits).get(name)
-        return (tuple(shape), np.dtype(dtype)) if wide is None else (shape[:-1], np.dtype(wide))
+        """Return the shape and dtype of an operand as kernels see it, see `pairs`."""
+        if name in self.pairs:
+            return shape[:-1], np.dtype(np.uint64)
+        return tuple(shape), np.dtype(dtype)
 
     def result_shapes(self, operands: tuple[Any, ...]) -> list[tuple[tuple[Any, ...], Any]]:
         """Return the shape and dtype of each result; dims may be symbolic."""
@@ -171,9 +172,9 @@ def _text(call: StaticCall) -> str:
 
 def parsed(text: bytes) -> StaticCall:
     """Return the call with this JSON text."""
-    fields = {name: _as_tuples(value) for name, value in json.loads(text).items()}
-    options = {name: _as_tuples(value) for name, value in json.loads(text)["options"].items()}
-    return StaticCall(**{**fields, "options": Options(**options)})
+    fields = json.loads(text)
+    options = Options(**{name: _as_tuples(x) for name, x in fields.pop("options").items()})
+    return StaticCall(options=options, **{name: _as_tuples(x) for name, x in fields.items()})
 
 
 def _as_tuples(value: Any) -> Any:
@@ -223,8 +224,3 @@ def function_tokens(modifications: Mapping[str, Any]) -> tuple[tuple[str, str], 
         for name in MODS
         if modifications.get(name) is not None
     )
-
-
-def is_array_name(name: str) -> bool:
-    """Return whether a modification is an array."""
-    return name in ARRAYS

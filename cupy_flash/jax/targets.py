@@ -8,9 +8,9 @@ import jax
 
 from cupy_flash.gpu.environment import gpu_unavailable
 from cupy_flash.jax import on_cpu, on_gpu
-from cupy_flash.jax.handlers import ffi, register
-from cupy_flash.jax.manual_axes import varying, varying_axes
+from cupy_flash.jax.handlers import register
 from cupy_flash.jax.static_call import StaticCall
+from cupy_flash.jax.versions import ffi, varying, varying_axes
 
 # Names of the targets. A program that JAX has exported refers to them, so the meaning of a name
 # never changes. The kernels of a replayable call use no memory but the program's, and their

@@ -8,19 +8,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from cupy_flash.arrays.kinds import normalize_int32, vector
-from cupy_flash.arrays.strided import is_cupy
+from cupy_flash.arrays.kinds import is_number_or_list, normalize_int32, vector
+from cupy_flash.arrays.strided import as_int32, is_cupy
 from cupy_flash.calls.arguments import INT32
 from cupy_flash.jax import targets
 from cupy_flash.jax.batching import batched
-from cupy_flash.jax.manual_axes import with_common_axes
 from cupy_flash.jax.partitioning import partitioned
 from cupy_flash.jax.static_call import StaticCall
+from cupy_flash.jax.versions import with_common_axes
 from cupy_flash.mods.keywords import VECTORS
-
-# Dtypes of 64-bit numbers that JAX narrows, unless it is configured to keep them.
-_WIDE = ("int64", "uint64", "float64")
 
 
 def call(static: StaticCall, operands: tuple[Any, ...]) -> dict[str, Any]:
@@ -60,7 +58,7 @@ def _no_derivative(*_: Any) -> Any:
     )
 
 
-def operand(name: str, value: Any, q: Any, layout: str) -> tuple[Any, str | None]:
+def operand(name: str, value: Any, q: Any, layout: str) -> Any:
     """Return an argument as an operand of a traced call, in the form that kernels read.
 
     Parameters
@@ -69,45 +67,37 @@ def operand(name: str, value: Any, q: Any, layout: str) -> tuple[Any, str | None
         Name of the argument, and an array of JAX, NumPy or CuPy, a list, or for some a number.
     q, layout
         Queries of the call, and the order of their axes.
-
-    Returns
-    -------
-    operand, wide
-        JAX or NumPy array. If it holds 64-bit numbers as pairs of uint32, their dtype.
     """
     if name in VECTORS:
-        return _head_values(name, value, q, layout), None
+        return _head_values(name, value, q, layout)
+    if isinstance(value, jax.Array):
+        is_other = name in INT32 and value.dtype.kind in "iu" and value.dtype != jnp.int32
+        return value.astype(jnp.int32) if is_other else value
     if name in INT32 and isinstance(value, (list, tuple)):
-        value = normalize_int32(name, value, on_host=True)
-    if not isinstance(value, jax.Array):
-        return _constant(name, value)
-    if name in INT32 and value.dtype.kind in "iu" and value.dtype != jnp.int32:
-        value = value.astype(jnp.int32)
-    return value, None
-
-
-def _constant(name: str, value: Any) -> tuple[Any, str | None]:
-    """Return a NumPy or CuPy array as an operand, see `operand`."""
+        return jnp.asarray(normalize_int32(name, value, on_host=True))
     value = value.get() if is_cupy(value) else value
-    dtype = str(getattr(value, "dtype", ""))
-    if name in INT32 and getattr(value, "dtype", None) is not None and value.dtype.kind in "iu":
-        return normalize_int32(name, value.ravel().tolist(), on_host=True).reshape(value.shape), None
-    if dtype in _WIDE and not jax.config.jax_enable_x64:
-        return value.reshape(*value.shape, 1).view("uint32"), dtype
-    return value, None
+    if name in INT32 and isinstance(value, np.ndarray):
+        value = as_int32(name, value)
+    if is_pairs(name, value):
+        value = value.reshape(*value.shape, 1).view(np.uint32)
+    return jnp.asarray(value)
+
+
+def is_pairs(name: str, value: Any) -> bool:
+    """Return whether `operand` passes an argument as pairs of uint32, see `StaticCall.pairs`."""
+    if name != "tree_mask" or isinstance(value, jax.Array) or jax.config.jax_enable_x64:
+        return False
+    return bool(getattr(value, "dtype", None) == np.uint64)
 
 
 def _head_values(name: str, value: Any, q: Any, layout: str) -> Any:
     """Return ALiBi slopes or sinks with a number for each head, of a dtype that kernels read."""
-    wide = q.dtype.name == "float64"
-    if not isinstance(value, jax.Array) and not hasattr(value, "dtype"):
+    if is_number_or_list(value):
         value = vector(name, value, on_host=True)
-    if not isinstance(value, jax.Array):
-        value = value.get() if is_cupy(value) else value
-    accumulator = jnp.float64 if wide else jnp.float32
+    value = jnp.asarray(value.get() if is_cupy(value) else value)
+    accumulator = jnp.float64 if q.dtype.name == "float64" else jnp.float32
     as_they_are = (accumulator,) if name == "alibi_slopes" else (accumulator, q.dtype)
-    is_real = jnp.issubdtype(value.dtype, jnp.floating)
-    if is_real and value.dtype not in as_they_are:
+    if jnp.issubdtype(value.dtype, jnp.floating) and value.dtype not in as_they_are:
         value = value.astype(accumulator)
     if value.ndim == 0 and q.ndim >= 3:
         value = jnp.broadcast_to(value, (q.shape[-3 if layout == "bhsd" else -2],))

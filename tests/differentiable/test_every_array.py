@@ -16,7 +16,12 @@ INPUTS = ("q", "k", "v", "qkv", "bias", "sinks")
 # Arguments of `scaled_dot_product_attention` by their names in `flash_attention`.
 SCALED_DOT_PRODUCT = {"query": "q", "key": "k", "value": "v", "attn_mask": "bias"}
 # Functions of `cupy_flash.jax` that have their own tests, and arguments of calls without gradients.
-OTHERS = {"dot_product_attention", "export_checks", "flash_attention_with_kvcache", "flax_attention"}
+OTHERS = {
+    "dot_product_attention",
+    "export_checks",
+    "flash_attention_with_kvcache",
+    "flax_attention",
+}
 NO_GRADIENTS = {"q_scale", "k_scale", "v_scale", "block_table"}
 DEVICES = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
 

@@ -30,9 +30,9 @@ def test_another_process_runs_an_exported_function(
     rng: np.random.Generator, tmp_path: Path
 ) -> None:
     inputs, step = arrays(rng), jax.jit(jax.value_and_grad(loss))
-    exported = export.export(
-        step, platforms=["cpu", "cuda"], disabled_checks=cj.export_checks()
-    )(*inputs)
+    exported = export.export(step, platforms=["cpu", "cuda"], disabled_checks=cj.export_checks())(
+        *inputs
+    )
     assert exported.platforms == ("cpu", "cuda")
     value, gradient = step(*inputs)
     named = dict(zip("qkv", inputs, strict=True)) | {"value": value, "gradient": gradient}

@@ -20,7 +20,8 @@ names = (f"cupy_flash.test.{number}" for number in range(1000))
 
 def registered(execute: Callable[[int], None]) -> Callable[[Any], Any]:
     """Return a compiled function that calls a handler of its own."""
-    from cupy_flash.jax.handlers import ffi, register
+    from cupy_flash.jax.handlers import register
+    from cupy_flash.jax.versions import ffi
 
     name = next(names)
     register(name, "cpu", execute)
@@ -36,8 +37,9 @@ def copy(address: int) -> None:
 
     frame = read_frame(address)
     assert frame.text == b"text"
-    (key,), (given,), (made,) = frame.arguments.keys, *(
-        buffers.addresses for buffers in (frame.arguments, frame.results)
+    (key,), (given,), (made,) = (
+        frame.arguments.keys,
+        *(buffers.addresses for buffers in (frame.arguments, frame.results)),
     )
     assert key[0] == 11
     ctypes.memmove(made, given, 4 * int(np.prod(np.frombuffer(key[1], np.int64))))

@@ -1,4 +1,4 @@
-"""Decoding steps in JAX: the updated caches are results, and donated caches are updated in place."""
+"""Decoding steps in JAX: updated caches are results, and donated caches are updated in place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def step_of(rng: np.random.Generator, name: str) -> dict[str, Any]:
     new, capacity = int(rng.integers(1, 4)), int(rng.integers(12, 20))
     rows = {n: (BATCH, new, heads, DIM) for n, heads in (("q", HEADS), ("k", 2), ("v", 2))}
     given: dict[str, Any] = {n: normal(rng, *shape) for n, shape in rows.items()}
-    given["cache_seqlens"] = rng.integers(0, 8, BATCH).astype(np.int32)
+    given["cache_seqlens"] = rng.integers(2, 8, BATCH).astype(np.int32)
     caches = BATCH
     if name == "one length":
         given["cache_seqlens"] = 5
@@ -138,14 +138,67 @@ def test_generation_is_a_loop_inside_a_compiled_function(rng: np.random.Generato
         np.testing.assert_array_equal(found, one)
 
 
-def test_steps_are_mapped(rng: np.random.Generator) -> None:
-    steps = [step_of(rng, "plain") for _ in range(2)]
-    steps[1] |= {n: normal(rng, *steps[0][n].shape) for n in ("q", "k", "v", "k_cache", "v_cache")}
-    both = {n: np.stack([step[n] for step in steps]) for n in steps[0]}
-    found = jax.jit(jax.vmap(lambda given: cj.flash_attention_with_kvcache(**given)))(both)
-    for i, step in enumerate(steps):
-        expected = cj.flash_attention_with_kvcache(**step)
-        jax.tree.map(lambda a, b, i=i: np.testing.assert_array_equal(a[i], b), found, expected)
+def mapped_of(rng: np.random.Generator, name: str) -> list[set[str]]:
+    """Return sets of arguments that are mapped, for the steps of a kind."""
+    one = [{"q", "k", "v"}, {"k_cache", "v_cache"}, {"cache_seqlens", "k_cache", "q"}]
+    more = {
+        "pages": [{"block_table"}, {"block_table", "v_cache"}],
+        "chosen caches": [{"cache_batch_idx"}, {"cache_batch_idx", "k_cache"}],
+        "packed": [{"cu_seqlens_k_new"}],
+        "rotary": [{"rotary_cos", "rotary_sin"}],
+        "modified": [{"cache_leftpad"}, {"sinks"}],
+        "int8": [{"k_scale"}],
+        "read only": [{"v_cache"}],
+    }
+    return one + more.get(name, [])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_steps_are_mapped(rng: np.random.Generator, name: str) -> None:
+    given = step_of(rng, name)
+    arrays = {n: x for n, x in given.items() if isinstance(x, np.ndarray)}
+    options = {n: x for n, x in given.items() if n not in arrays}
+
+    def step(arrays: Any) -> Any:
+        return cj.flash_attention_with_kvcache(**arrays, **options)
+
+    for chosen in mapped_of(rng, name):
+        mapped = chosen & arrays.keys()
+        both = {
+            n: np.stack([x, rng.permuted(x, axis=0 if n != "cu_seqlens_k_new" else None)])
+            if n in mapped
+            else x
+            for n, x in arrays.items()
+        }
+        if "cu_seqlens_k_new" in mapped:
+            both["cu_seqlens_k_new"] = np.array([[0, 2, 2, 3], [0, 1, 2, 3]], np.int32)
+        axes = {n: 0 if n in mapped else None for n in arrays}
+        call = jax.vmap(step, (axes,))
+        found = jax.jit(call)(both)
+        for i in range(2):
+            expected = step({n: x[i] if n in mapped else x for n, x in both.items()})
+            jax.tree.map(
+                lambda a, b, i=i: np.testing.assert_array_equal(np.asarray(a)[i], np.asarray(b)),
+                found,
+                expected,
+            )
+        is_looped = bool(mapped & {"cu_seqlens_k_new", "rotary_cos", "sinks"}) or name == "packed"
+        assert ("scan[" in str(jax.make_jaxpr(call)(both))) == is_looped
+
+
+def test_caches_of_all_batches_are_not_copied(rng: np.random.Generator) -> None:
+    given = step_of(rng, "read only")
+    q, k_cache, v_cache = (jax.numpy.array(given[n]) for n in ("q", "k_cache", "v_cache"))
+
+    def step(q: Any) -> Any:
+        return cj.flash_attention_with_kvcache(q, k_cache, v_cache, cache_seqlens=[3, 5, 2]).out
+
+    many = jax.numpy.stack([q, q + 1, q + 2])
+    text = str(jax.make_jaxpr(jax.vmap(step))(many))
+    copies = f"f32[3,{','.join(map(str, k_cache.shape))}]"
+    assert copies not in text
+    assert text.count("ffi_call[") == 1
+    np.testing.assert_array_equal(jax.vmap(step)(many), np.stack([step(x) for x in many]))
 
 
 def test_a_step_has_no_gradient(rng: np.random.Generator) -> None:

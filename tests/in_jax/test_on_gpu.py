@@ -208,9 +208,7 @@ def test_captured_arrays_are_copied_to_the_device_once(gpu: Any, xla: FakeXla) -
     assert gpu.structs[0] == gpu.structs[1]
 
 
-def test_a_program_of_another_process_names_its_functions_in_vain(
-    gpu: Any, xla: FakeXla
-) -> None:
+def test_a_program_of_another_process_names_its_functions_in_vain(gpu: Any, xla: FakeXla) -> None:
     static, arguments, results = dense(gpu)
     static = static._replace(functions=(("score_mod", "0-1"),))
     with pytest.raises(ValueError, match="score_mod or mask_mod of another process"):

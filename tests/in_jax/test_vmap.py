@@ -1,4 +1,4 @@
-"""Attention under `jax.vmap`: one call for all indices of the mapped axis, where kernels allow it."""
+"""Attention under `jax.vmap`: one call for all indices of the mapped axis, if kernels allow it."""
 
 from __future__ import annotations
 
@@ -118,9 +118,7 @@ def test_functions_of_the_sequence_are_called_for_each_index(rng: np.random.Gene
     for name, loops in (("mask_mod", 1), ("score_mod", 0)):
         attention = jax.vmap(lambda *xs, n=name: cj.flash_attention(*xs, **{n: mods[n]}))
         assert calls_and_loops(attention, q, k, v) == (1, loops)
-        expected = [
-            cj.flash_attention(q[i], k[i], v[i], **{name: mods[name]}) for i in range(SIZE)
-        ]
+        expected = [cj.flash_attention(q[i], k[i], v[i], **{name: mods[name]}) for i in range(SIZE)]
         np.testing.assert_array_equal(attention(q, k, v), np.stack(expected))
 
 

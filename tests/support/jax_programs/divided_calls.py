@@ -5,7 +5,8 @@ import sys
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import cupy_flash.jax as cj
 from cupy_flash import ScoreMod
@@ -45,7 +46,7 @@ def check(heads_kv, of_rows, of_keys, expected_shape, gathers, **options):
 
     def loss(q, k, v, bias, sinks):
         out = cj.flash_attention(q, k, v, bias=bias, sinks=sinks, causal=True, **options)
-        return (out ** 2).sum()
+        return (out**2).sum()
 
     step = jax.value_and_grad(loss, (0, 1, 2, 3, 4))
     given = [placed(q, of_rows), placed(k, of_keys), placed(v, of_keys), bias, sinks]

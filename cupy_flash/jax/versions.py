@@ -1,4 +1,7 @@
-"""Axes of `jax.shard_map` over which arrays vary, as part of their types (from JAX 0.6)."""
+"""Functions that differ between versions of JAX: the FFI module, and axes of `jax.shard_map`.
+
+From JAX 0.6, the type of an array says over which axes of `jax.shard_map` the array varies.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+
+try:
+    from jax import ffi
+except ImportError:  # JAX 0.4
+    from jax.extend import ffi
+
+__all__ = ["ffi", "varying", "varying_axes", "with_common_axes"]
 
 
 def varying_axes(arrays: Iterable[Any]) -> frozenset[str]:

@@ -153,6 +153,12 @@ def mapped_of(rng: np.random.Generator, name: str) -> list[set[str]]:
     return one + more.get(name, [])
 
 
+def assert_close(found: Any, expected: Any) -> None:
+    """Assert that results are close: the CPU backend sums in another order in larger batches."""
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (found, expected)), **close)
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_steps_are_mapped(rng: np.random.Generator, name: str) -> None:
     given = step_of(rng, name)
@@ -177,11 +183,7 @@ def test_steps_are_mapped(rng: np.random.Generator, name: str) -> None:
         found = jax.jit(call)(both)
         for i in range(2):
             expected = step({n: x[i] if n in mapped else x for n, x in both.items()})
-            jax.tree.map(
-                lambda a, b, i=i: np.testing.assert_array_equal(np.asarray(a)[i], np.asarray(b)),
-                found,
-                expected,
-            )
+            jax.tree.map(assert_close, jax.tree.map(lambda x, i=i: x[i], found), expected)
         is_looped = bool(mapped & {"cu_seqlens_k_new", "rotary_cos", "sinks"}) or name == "packed"
         assert ("scan[" in str(jax.make_jaxpr(call)(both))) == is_looped
 
@@ -198,7 +200,7 @@ def test_caches_of_all_batches_are_not_copied(rng: np.random.Generator) -> None:
     copies = f"f32[3,{','.join(map(str, k_cache.shape))}]"
     assert copies not in text
     assert text.count("ffi_call[") == 1
-    np.testing.assert_array_equal(jax.vmap(step)(many), np.stack([step(x) for x in many]))
+    assert_close(jax.vmap(step)(many), np.stack([step(x) for x in many]))
 
 
 def test_a_step_has_no_gradient(rng: np.random.Generator) -> None:

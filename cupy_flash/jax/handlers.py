@@ -124,7 +124,7 @@ class _Handler(threading.local):
         # A class of its own for each handler, because attributes of the instance are of a thread.
         answer = functools.partial(_answer, execute, int(is_replayable))
         call = functools.partial(_called, answer)
-        kind = type(cls.__name__, (cls,), {"send_or_call": call})
+        kind = type(cls.__name__, (cls,), {"send_or_call": staticmethod(call)})
         handler: _Handler = threading.local.__new__(kind)
         if threading.current_thread() is threading.main_thread():
             handler._prepare(call)

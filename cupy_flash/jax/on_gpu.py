@@ -19,6 +19,7 @@ from cupy_flash.calls.check.problems import CheckedCall
 from cupy_flash.calls.gpu import backward, forward, prepared_calls
 from cupy_flash.calls.gpu.prepared_calls import Operation
 from cupy_flash.calls.options import Options
+from cupy_flash.errors import UnsupportedError
 from cupy_flash.gpu.environment import cupy_module, current_device
 from cupy_flash.jax.frames import BufferKey, ContextReader, Frame, read_frame
 from cupy_flash.jax.static_call import SCRATCH, StaticCall, function_of, parsed
@@ -117,14 +118,17 @@ def scratch_bytes(
 ) -> int | None:
     """Return the bytes of workspace that a checked call needs on the current device.
 
-    The result is None for a call with a mask_mod, which keeps block masks of its own: XLA must not
-    record its launches.
+    The result is None if the device does not support the call, and for a call with a mask_mod. The
+    latter keeps block masks of its own, so XLA must not record its launches.
     """
     if any(name == "mask_mod" for name, _ in static.functions):
         return None
-    plan = make_plan(
-        checked.problem, current_device(), family=options.family, tile=options.tile, explain=False
-    )
+    device, chosen = current_device(), {"family": options.family, "tile": options.tile}
+    try:
+        plan = make_plan(checked.problem, device, **chosen, explain=False)
+    except (UnsupportedError, ValueError):
+        # The program may run on the CPU, although there is a GPU. If not, the handler raises this.
+        return None
     return plan.workspace if static.is_backward else forward.scratch_layout(plan, arguments).size
 
 

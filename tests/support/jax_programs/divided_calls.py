@@ -12,7 +12,7 @@ import cupy_flash.jax as cj
 from cupy_flash import ScoreMod
 
 rng = np.random.default_rng(int(sys.argv[1]))
-mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
+mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("x", "y"))
 gain = np.array([1, 2, 3, 4], np.float32)
 of_heads = ScoreMod(lambda score, h: score * gain[h])
 

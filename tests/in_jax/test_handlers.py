@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.jax_programs import run_program
+from support.in_jax import run_program
 
 jax = pytest.importorskip("jax")
 cj = pytest.importorskip("cupy_flash.jax")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.jax_programs import run_program
+from support.in_jax import run_program
 
 pytest.importorskip("jax")
 

@@ -86,6 +86,7 @@ NEEDS: dict[str, Callable[[], str | None]] = {
     "no-gpu": lambda: None if gpu_unavailable() else "there is a GPU",
     "torch": lambda: installed("torch"),
     "jax": lambda: installed("jax"),
+    "flax": lambda: installed("jax") or installed("flax"),
     "compiler": why_no_compiler,
     "weights": why_no_example,
     "time": lambda: None,  # a slow test

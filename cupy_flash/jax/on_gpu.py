@@ -123,9 +123,9 @@ def scratch_bytes(
     """
     if any(name == "mask_mod" for name, _ in static.functions):
         return None
-    device, chosen = current_device(), {"family": options.family, "tile": options.tile}
+    device, problem = current_device(), checked.problem
     try:
-        plan = make_plan(checked.problem, device, **chosen, explain=False)
+        plan = make_plan(problem, device, family=options.family, tile=options.tile, explain=False)
     except (UnsupportedError, ValueError):
         # The program may run on the CPU, although there is a GPU. If not, the handler raises this.
         return None

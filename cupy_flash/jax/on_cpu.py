@@ -10,7 +10,7 @@ import numpy as np
 
 from cupy_flash.arrays.strided import convert_to
 from cupy_flash.calls import dispatch, dispatch_backward
-from cupy_flash.jax.frames import BufferKey, Buffers, read_frame
+from cupy_flash.jax.frames import BufferKey, read_frame
 from cupy_flash.jax.static_call import StaticCall, function_of, parsed
 from cupy_flash.mods.base import Modification
 
@@ -22,11 +22,12 @@ def execute(address: int) -> None:
     """Compute the call with the frame at this address."""
     frame = read_frame(address)
     static = _parsed(frame.text)
-    given = dict(zip(static.names, _arrays(frame.arguments), strict=True))
+    given = dict(zip(static.names, _arrays(frame.keys, frame.addresses), strict=True))
     for name in static.pairs:
         given[name] = given[name].view(np.uint64)[..., 0]
     # The workspace follows the results; the CPU backend does not need it.
-    results = dict(zip(static.results, _arrays(frame.results), strict=False))
+    made = _arrays(frame.result_keys(), frame.results)
+    results = dict(zip(static.results, made, strict=False))
     for name in static.appended:
         if results[name].ctypes.data != given[name].ctypes.data:
             results[name][...] = given[name]
@@ -63,9 +64,8 @@ def _on_host(token: str) -> Modification:
     return function_of(token).with_arrays(lambda _, array: convert_to(np, array))
 
 
-def _arrays(buffers: Buffers) -> list[np.ndarray]:
-    keys = (BufferKey(*key) for key in buffers.keys)
-    return [_array(key, at) for key, at in zip(keys, buffers.addresses, strict=True)]
+def _arrays(keys: tuple[tuple[int, bytes], ...], addresses: list[int]) -> list[np.ndarray]:
+    return [_array(BufferKey(*key), at) for key, at in zip(keys, addresses, strict=True)]
 
 
 def _array(key: BufferKey, address: int) -> np.ndarray:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from cupy_flash.arrays.jax_arrays import array_at
 from cupy_flash.arrays.kinds import host_array_on_gpu
+from cupy_flash.arrays.strided import as_cupy
 from cupy_flash.calls.arguments import with_modifications
 from cupy_flash.calls.check import device_lengths
 from cupy_flash.calls.check.modifications import UserMods
@@ -88,10 +89,9 @@ def execute(address: int) -> None:
 
 
 def _execute(frame: Frame, stream: int, device: int) -> None:
-    arguments, results = frame.arguments, frame.results
-    low_bits = [x & _LOW_BITS for x in (*arguments.addresses, *results.addresses)]
+    low_bits = [x & _LOW_BITS for x in (*frame.addresses, *frame.results)]
     # The key holds all that a prepared call depends on: the results follow from the arguments.
-    key = frame.text, arguments.keys, device, *low_bits
+    key = frame.text, frame.keys, device, *low_bits
     prepared = _calls.get(key)
     if prepared is None:
         prepared = _prepare(frame, device)
@@ -103,14 +103,21 @@ def _execute(frame: Frame, stream: int, device: int) -> None:
 
 def _device_of(frame: Frame, reader: ContextReader, current: int) -> int:
     """Return the CUDA index of the device of a call."""
+    if _device_count() == 1:
+        return 0
     index = reader.device(frame.context)
     if index is not None:
         return index
     # JAX before 0.6 does not tell.
-    address = next(filter(None, (*frame.arguments.addresses, *frame.results.addresses)), None)
+    address = next(filter(None, (*frame.addresses, *frame.results)), None)
     if address is None:
         return current
     return int(cupy_module().cuda.runtime.pointerGetAttributes(address).device)
+
+
+@functools.cache
+def _device_count() -> int:
+    return int(cupy_module().cuda.runtime.getDeviceCount())
 
 
 def scratch_bytes(
@@ -155,7 +162,7 @@ def _prepare(frame: Frame, device: int) -> _Prepared:
         static,
         call,
         tuple(after.index(name) if name in after else len(after) for name in names),
-        [getattr(record, name).data.ptr for name in captured],
+        [as_cupy(getattr(record, name)).data.ptr for name in captured],
         record,
         user_mods,
         bool(call.cleared if static.is_backward else call.fills_results),
@@ -173,11 +180,11 @@ def _arrays(
     (given, results) = (
         {
             name: array_at(address, *_spec(static, name, BufferKey(*key)), device)
-            for name, key, address in zip(names, buffers.keys, buffers.addresses, strict=False)
+            for name, key, address in zip(names, keys, addresses, strict=False)
         }
-        for names, buffers in (
-            (static.names, frame.arguments),
-            ((*static.results, SCRATCH), frame.results),
+        for names, keys, addresses in (
+            (static.names, frame.keys, frame.addresses),
+            ((*static.results, SCRATCH), frame.result_keys(), frame.results),
         )
     )
     given |= {name: results[name] for name in static.appended}
@@ -202,8 +209,8 @@ def _on_device(token: str, device: int) -> Any:
 
 def _enqueue(prepared: _Prepared, frame: Frame, stream: int, device: int) -> None:
     static, call, places, captured, arguments, user_mods, needs_arrays = prepared
-    made, count = frame.results.addresses, len(static.results)
-    given = frame.arguments.addresses
+    made, count = frame.results, len(static.results)
+    given = frame.addresses
     if static.appended:
         given = _with_updated(static, frame, stream)
     found = [*given, *captured, 0]
@@ -235,12 +242,12 @@ def _with_updated(static: StaticCall, frame: Frame, stream: int) -> list[int]:
 
     A cache that was not donated is copied to its result first.
     """
-    given, runtime = list(frame.arguments.addresses), cupy_module().cuda.runtime
+    given, runtime = list(frame.addresses), cupy_module().cuda.runtime
     for name in static.appended:
         index, result = static.names.index(name), static.results.index(name)
-        target = frame.results.addresses[result]
+        target = frame.results[result]
         if given[index] != target:
-            key = BufferKey(*frame.arguments.keys[index])
+            key = BufferKey(*frame.keys[index])
             size = math.prod(key.shape) * key.numpy_dtype.itemsize
             runtime.memcpyAsync(target, given[index], size, runtime.memcpyDeviceToDevice, stream)
             given[index] = target

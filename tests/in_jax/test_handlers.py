@@ -37,10 +37,8 @@ def copy(address: int) -> None:
 
     frame = read_frame(address)
     assert frame.text == b"text"
-    (key,), (given,), (made,) = (
-        frame.arguments.keys,
-        *(buffers.addresses for buffers in (frame.arguments, frame.results)),
-    )
+    (key,), (given,), (made,) = frame.keys, frame.addresses, frame.results
+    assert frame.result_keys() == (key,)
     assert key[0] == 11
     ctypes.memmove(made, given, 4 * int(np.prod(np.frombuffer(key[1], np.int64))))
 

@@ -89,7 +89,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     made = fake_gpu.install(monkeypatch)
     monkeypatch.setattr(on_gpu, "_calls", {})
     monkeypatch.setattr(on_gpu, "cupy_module", lambda: sys.modules["cupy"])
-    on_gpu._reader.cache_clear()
+    for cached in (on_gpu._reader, on_gpu._device_count):
+        cached.cache_clear()
     return made
 
 
@@ -137,6 +138,16 @@ def test_other_shapes_dtypes_and_alignments_are_other_calls(gpu: Any, xla: FakeX
     for given in (arguments, other_dtype, [unaligned, *others], [q, *longer]):
         on_gpu.execute(xla.frame(static, given, results))
     assert len(on_gpu._calls) == 4
+
+
+def test_the_device_is_not_asked_for_if_there_is_one_only(
+    gpu: Any, xla: FakeXla, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["cupy"].cuda.runtime, "getDeviceCount", lambda: 1)
+    on_gpu._device_count.cache_clear()
+    on_gpu.execute(xla.frame(*dense(gpu)))
+    assert gpu.devices == []
+    on_gpu._device_count.cache_clear()
 
 
 def test_before_jax_tells_the_device_it_is_that_of_the_memory(gpu: Any) -> None:

@@ -331,6 +331,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         streamWaitEvent=lambda stream, event: gpu.order.append((stream, last_of[event])),
         memsetAsync=lambda *_: None,
         setDevice=gpu.set_device,
+        getDeviceCount=lambda: 2,
         pointerGetAttributes=lambda address: SimpleNamespace(device=1),
         memcpyAsync=lambda to, of, size, kind, stream: gpu.copies.append((to, of, size, stream)),
         memcpyDeviceToDevice=3,

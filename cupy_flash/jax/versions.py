@@ -11,11 +11,11 @@ from typing import Any
 import jax
 
 try:
-    from jax import ffi
+    from jax import ffi as _ffi
 except ImportError:  # JAX 0.4
-    from jax.extend import ffi
+    from jax.extend import ffi as _ffi
 
-__all__ = ["ffi", "varying", "varying_axes", "with_common_axes"]
+ffi: Any = _ffi
 
 
 def varying_axes(arrays: Iterable[Any]) -> frozenset[str]:

@@ -85,11 +85,9 @@ class Call:
         Overlap check for all arrays of the call.
     counters
         Number of zeroed 32-bit words that the kernels need.
-    scratch
-        Function that allocates the scratch memory: the plan's workspace, then the rotated queries,
-        then the lengths after an append of packed rows. None if no memory is needed.
-    scratch_bytes
-        Size of the scratch memory.
+    scratch, scratch_bytes
+        Function that allocates the scratch memory, or None, and the size of that memory: the plan's
+        workspace, then the rotated queries, then the lengths after an append of packed rows.
     launches
         Launches of attention; none if there is nothing to compute.
     qkv
@@ -144,10 +142,7 @@ class Call:
         user_mods: UserMods,
         placed: Placed | None = None,
     ) -> tuple[Any, Any | None]:
-        """Enqueue the launches for arrays at these addresses; return out and lse.
-
-        Results and scratch memory are allocated unless they are `placed`.
-        """
+        """Enqueue the launches; return out and lse, which are allocated unless they are `placed`."""
         if not 0 <= keys <= self.max_keys:
             require_length("cache_seqlens", keys, self.limits)
         if self.overlap_check.pairs:

@@ -142,7 +142,7 @@ class Call:
         user_mods: UserMods,
         placed: Placed | None = None,
     ) -> tuple[Any, Any | None]:
-        """Enqueue the launches; return out and lse, which are allocated unless they are `placed`."""
+        """Enqueue the launches; return out and lse, which are allocated unless `placed`."""
         if not 0 <= keys <= self.max_keys:
             require_length("cache_seqlens", keys, self.limits)
         if self.overlap_check.pairs:

@@ -18,8 +18,7 @@ from cupy_flash.problem.gradient import ROWS
 # Roles of axes that may be divided: sequences, and query and KV heads.
 BATCH, HEADS = "b", "h"
 _Roles = tuple[str | None, ...]
-# Roles of the last axes of each array; those before them are not divided. `_ROWS` is the role of
-# the axes (seqlen, heads, head_dim) in the order of the layout.
+# Roles of the last axes of each array; axes before them are not divided.
 _OF_SCORES = (BATCH, HEADS, None, None)
 _TRAILING: dict[str, _Roles] = {
     **dict.fromkeys(("bias", "mask"), _OF_SCORES),
@@ -174,13 +173,19 @@ def _rule(static: StaticCall, arguments: Any, results: Any) -> tuple[str, dict[s
     of_operands = dict(zip(static.names, shapes, strict=False))
     axis = -3 if static.options.layout == "bhsd" else -2
     kv_heads = of_operands.get("k_cache", of_operands.get("k", ()))[axis]
+    batch = of_operands["q"][0]
+    has_all_caches = static.options.kind != "kvcache" or of_operands["k_cache"][0] == batch
     sizes: dict[str, Any] = {}
     others: list[str] = []
 
     def factor(role: str | None, length: int) -> str:
-        if role is None:
+        if role is None or (role == BATCH and not has_all_caches):
             others.append(f"x{len(others)}")
             return others[-1]
+        if role == BATCH and length != batch:
+            # Several batch axes are one axis of this array, of which the first may be divided.
+            sizes["m"] = length // batch
+            return "(b m)"
         if role == HEADS and kv_heads not in (1, length):
             # Query heads of the same KV head follow one another.
             sizes["g"] = length // kv_heads

@@ -97,10 +97,30 @@ found = jax.jit(step)(*(placed(x, spec) for x in (q, *caches, k, v)))
 assert found.k_cache.sharding.spec == spec, found.k_cache.sharding
 assert_close(found, step(q, *caches, k, v))
 
+# A call on some of the caches, and a mapped axis, which becomes one more batch axis.
+more = arrays((3, 5, 2, 8), (3, 5, 2, 8))
+found = jax.jit(step)(placed(q, P("x")), *more, placed(k, P("x")), placed(v, P("x")))
+assert_close(found, step(q, *more, k, v))
+
+rows = arrays(*[(4, 2, 6, 2, 8)] * 3)
+lengths = jax.numpy.asarray(rng.integers(1, 6, (4, 2)), np.int32)
+
+
+def padded(q, k, v, lengths):
+    return (cj.flash_attention(q, k, v, seqlens_k=lengths) ** 2).sum()
+
+
+mapped = jax.vmap(jax.grad(padded, (0, 1, 2)))
+found = jax.jit(mapped)(*(placed(x, P("x")) for x in (*rows, lengths)))
+assert found[0].sharding.spec == P("x"), found[0].sharding
+assert_close(found, mapped(*rows, lengths))
+
 # Calls outside of a compiled function.
 q, k, v = arrays(*[(4, 6, 2, 8)] * 3)
 found = cj.flash_attention(*(placed(x, P("x")) for x in (q, k, v)))
 assert_close(found, cj.flash_attention(q, k, v))
+gradients = jax.grad(lambda *xs: (cj.flash_attention(*xs) ** 2).sum(), (0, 1, 2))
+assert_close(gradients(*(placed(x, P("x")) for x in (q, k, v))), gradients(q, k, v))
 
 # shard_map, with keys of a sequence that all devices of an axis share.
 if hasattr(jax, "shard_map"):

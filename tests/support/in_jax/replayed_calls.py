@@ -66,7 +66,9 @@ for step, shape, calls in (
     counts.clear()
     for i in range(STEPS):
         found = np.asarray(compiled(x + i), np.float32)
-        np.testing.assert_array_equal(found, expected[i])
+        # A compiled function does not round all intermediate results to bfloat16.
+        largest = abs(expected[i]).max()
+        np.testing.assert_allclose(found, expected[i], rtol=0, atol=largest / 16)
     # Once before the recording, and while XLA records, at most for each of a few buffer addresses.
     print(step.__name__, dict(counts))
     assert counts["recorded"] > 0, counts

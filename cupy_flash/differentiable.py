@@ -74,8 +74,14 @@ class DifferentiableCall(NamedTuple):
     ) -> tuple[Any, ...]:
         """Return gradients of the inputs in `wrt`, given those of out and lse (None if unused)."""
         arguments = self.gradient_arguments(inputs, results, gradients)
-        options = self.options._replace(wrt=wrt)
+        options = self.backward_options(wrt)
         return dispatch_backward.gradients(arguments, options, "auto", self._modifications(inputs))
+
+    def backward_options(self, wrt: tuple[str, ...]) -> Options:
+        """Return the options of the backward call for the gradients of the inputs in `wrt`."""
+        return self.options._replace(
+            wrt=wrt, family=None, tile=None, num_splits=0, batch_invariant=False
+        )
 
     @property
     def functions(self) -> tuple[Modification, ...]:

@@ -159,7 +159,7 @@ def flash_attention_with_kvcache(
     TypeError
         If an argument has a wrong array type or dtype; cache_seqlens, cu_seqlens_k_new,
         cache_batch_idx, block_table and rotary_seqlens are integers. Also for an append to JAX
-        arrays, which are immutable.
+        arrays, which are immutable: the function in `cupy_flash.jax` returns the updated caches.
     ValueError
         If shapes do not match, a value is wrong, or the family or tile does not fit; if a cache is
         read-only, overlaps another array, or has no contiguous last axis; and if lengths, cache or

@@ -47,12 +47,17 @@ class JaxMemory:
 
     def as_cupy(self) -> Any:
         """Return a CuPy array over the memory."""
-        cupy, shape, dtype = _cupy(), self.array.shape, self.array.dtype
-        size = math.prod(shape) * dtype.itemsize
-        memory = cupy.cuda.UnownedMemory(
-            self.address, size, self.array, self.device.local_hardware_id
-        )
-        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
+        array, device = self.array, self.device.local_hardware_id
+        return array_at(self.address, array.shape, array.dtype, device, array)
+
+
+def array_at(
+    address: int, shape: tuple[int, ...], dtype: Any, device: int, owner: Any = None
+) -> Any:
+    """Return a C-contiguous CuPy array over memory that `owner`, if given, keeps alive."""
+    cupy = _cupy()
+    memory = cupy.cuda.UnownedMemory(address, math.prod(shape) * dtype.itemsize, owner, device)
+    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
 
 
 def is_jax(array: Any) -> bool:

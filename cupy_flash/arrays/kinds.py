@@ -97,8 +97,8 @@ def no_array(name: str, value: Any) -> TypeError:
     """Return the error for an argument that is not an array of any supported library."""
     if is_traced(value):
         return TypeError(
-            f"{name} is {kind_of(value)}, a tracer of JAX without values; for gradients, call "
-            "the functions of cupy_flash.jax outside of jax.jit and jax.vmap"
+            f"{name} is {kind_of(value)}, a tracer of JAX without values; inside its "
+            "transformations, call the functions of cupy_flash.jax"
         )
     return TypeError(
         f"{name} is {kind_of(value)}; expected a NumPy or CuPy array, or one that supports DLPack "

@@ -111,7 +111,7 @@ _PLAIN_ONLY = {
         "jax.device_put",
         "out": "leave it out, as JAX arrays are immutable",
         "stream": "leave it out, as JAX chooses the stream",
-        _ANY: "gradients by JAX",
+        "return_lse": "leave it out, as lse is among the results",
     },
     f"{_PACKAGE}.torch": {
         "backend": "leave it out, as attention runs on the device of the tensors; move them with "

@@ -15,6 +15,14 @@ import cupy_flash
 INPUTS = ("q", "k", "v", "qkv", "bias", "sinks")
 # Arguments of `scaled_dot_product_attention` by their names in `flash_attention`.
 SCALED_DOT_PRODUCT = {"query": "q", "key": "k", "value": "v", "attn_mask": "bias"}
+# Functions of `cupy_flash.jax` that have their own tests, and arguments of calls without gradients.
+OTHERS = {
+    "dot_product_attention",
+    "export_checks",
+    "flash_attention_with_kvcache",
+    "flax_attention",
+}
+NO_GRADIENTS = {"q_scale", "k_scale", "v_scale", "block_table"}
 DEVICES = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
 
 
@@ -27,7 +35,9 @@ def calls(module: str) -> list[Any]:
     return [
         pytest.param(call, id=str(call))
         for function in functions_of(found)
+        if function.__name__ not in OTHERS
         for call in calls_of(function, np.float32)
+        if call.argument not in NO_GRADIENTS
     ]
 
 

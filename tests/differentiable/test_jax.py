@@ -215,7 +215,7 @@ def test_what_is_overwritten_after_the_call_does_not_change_its_gradients() -> N
     np.testing.assert_array_equal(np.asarray(pull(np.float32(1))[0]), np.asarray(expected))
 
 
-def test_what_has_no_gradient_and_what_is_no_array_yet_is_refused() -> None:
+def test_what_has_no_gradient_is_refused() -> None:
     q = jax.numpy.ones((1, 4, 2, 8))
 
     def of_scale(scale: float) -> Any:
@@ -224,12 +224,8 @@ def test_what_has_no_gradient_and_what_is_no_array_yet_is_refused() -> None:
     with pytest.raises(TypeError, match="softmax_scale is traced by JAX; pass a value"):
         jax.grad(of_scale)(0.5)
     slopes = jax.numpy.ones(2)
-    with pytest.raises(TypeError, match="alibi_slopes is traced by JAX"):
+    with pytest.raises(TypeError, match="alibi_slopes is differentiated by JAX"):
         jax.grad(lambda slopes: cj.flash_attention(q, q, q, alibi_slopes=slopes).sum())(slopes)
-    message = r"q is traced by a transform such as jax.jit or jax.vmap"
-    for transform in (jax.jit, jax.vmap):
-        with pytest.raises(TypeError, match=message):
-            transform(lambda q: cj.flash_attention(q, q, q))(q[None])
 
 
 @pytest.mark.parametrize(

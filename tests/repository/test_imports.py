@@ -14,6 +14,7 @@ MAY_IMPORT = {
     "flash_attn": {"torch", "calls", "arrays"},
     "parallel": {"api", "calls", "gpu", "arrays", "mods", "problem"},
     "api": {"calls", "planning", "mods", "problem"},
+    "jax": {"api", "calls", "differentiable", "gpu", "planning", "arrays", "mods", "problem"},
     "calls": {"gpu", "cpu", "planning", "families", "arrays", "mods", "problem"},
     "gpu": {"planning", "families", "problem"},
     "cpu": {"planning", "families", "arrays", "mods", "problem"},

@@ -71,21 +71,22 @@ def lines_of(name: str, value: Any) -> Iterator[str]:
 
 
 def parsed_lines(module: str) -> Iterator[str]:
-    """Yield the functions and classes in `__all__` of a module that is not imported."""
-    tree = ast.parse((Path(cupy_flash.__file__).parent / f"{module}.py").read_text("utf-8"))
-    kinds = (ast.FunctionDef, ast.ClassDef)
-    found = {node.name: node for node in tree.body if isinstance(node, kinds)}
+    """Yield the functions in `__all__` of a module, or of a package, that is not imported."""
+    path = Path(cupy_flash.__file__).parent / module
+    # In a package, `__all__` is that of `__init__.py`.
+    files = sorted(path.glob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+    nodes = [node for file in files for node in ast.parse(file.read_text("utf-8")).body]
+    functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
     (names,) = (
         ast.literal_eval(node.value)
-        for node in tree.body
+        for node in nodes
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     )
     for name in sorted(names):
-        node = found[name]
-        if isinstance(node, ast.ClassDef):
+        if name not in functions:
             yield f"class {module}.{name}"
             continue
-        arguments = node.args
+        arguments = functions[name].args
         every = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
         for argument in (*every, arguments.vararg, arguments.kwarg):
             if argument is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cupy_flash.arrays.overlap import OverlapCheck, require_no_overlap
 from cupy_flash.arrays.strided import as_cupy
@@ -36,6 +36,21 @@ _BLOCK_MASK = "block_mask"
 _FIELDS = {"bias": "dbias", "sinks": "dsinks"}
 
 
+class Placed(NamedTuple):
+    """Memory of the caller for a backward call.
+
+    Attributes
+    ----------
+    results
+        Arrays of the gradients, in order. They may be None unless named in `Call.cleared`.
+    addresses
+        Addresses of the gradients, followed by that of at least `Call.workspace` bytes.
+    """
+
+    results: list[Any]
+    addresses: list[int]
+
+
 @dataclass(frozen=True)
 class Call:
     """Prepared backward call: what the call key determines, see `prepared_calls.look_up`.
@@ -64,6 +79,8 @@ class Call:
     length_indices
         Indices among the call's arrays of the lengths that the block mask depends on; None for
         each that is not given.
+    workspace
+        Size in bytes of the plan's workspace.
     """
 
     allocate: ResultAllocator
@@ -76,6 +93,7 @@ class Call:
     cleared: tuple[int, ...]
     block_mask_key: BlockMaskKey | None = None
     length_indices: tuple[int | None, ...] = ()
+    workspace: int = 0
 
     def run(
         self,
@@ -84,13 +102,14 @@ class Call:
         _keys: int = 0,
         user_mods: UserMods = NO_USER_MODS,
         stream: int | None = None,
+        placed: Placed | None = None,
     ) -> list[Any]:
         """Enqueue the launches for arrays at these addresses; return the gradients.
 
         `arguments` is used only for the arrays that gradients are written to, and for those that
         the block mask is built from. `stream` is the handle of the stream, by default that of
         CuPy's current stream. It may be another one only if no gradient is cleared and no block
-        mask is built.
+        mask is built. Gradients and workspace are allocated unless they are `placed`.
         """
         if self.overlap_check.pairs:
             self.overlap_check.check(addresses)
@@ -98,9 +117,12 @@ class Call:
             # Passing the device saves CuPy the look-up of the current device.
             stream = cupy_module().cuda.get_current_stream(self.device).ptr
         queue = None if self.uses_torch else shared(0, self.device, stream)
-        arrays, new_addresses = self.allocate()
-        # `_memory` is referenced until the launches are enqueued; then the pool may reuse it.
-        _memory = arrays.pop()
+        if placed is None:
+            arrays, new_addresses = self.allocate()
+            # `_memory` is referenced until the launches are enqueued; then the pool may reuse it.
+            _memory = arrays.pop()
+        else:
+            arrays, new_addresses = placed
         for index, argument_index in self.given:
             arrays[index], new_addresses[index] = (
                 arguments[argument_index],
@@ -190,6 +212,7 @@ def prepare(arguments: GradientArguments, options: Options, context: Context) ->
         length_indices=tuple(
             [fields.index(sources[name]) if name in sources else None for name in LENGTHS]
         ),
+        workspace=plan.workspace,
     )
 
 

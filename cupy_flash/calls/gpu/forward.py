@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -53,6 +53,24 @@ _PARTS_OF_QKV = ("q", "k", "v")
 _BLOCK_MASK = "block_mask"
 
 
+class Placed(NamedTuple):
+    """Memory of the caller for a call: results, their addresses, and the scratch memory.
+
+    Attributes
+    ----------
+    results
+        Arrays of out and lse. They may be None unless `Call.fills_results`.
+    addresses
+        Addresses of out and lse.
+    scratch
+        Address of at least `Call.scratch_bytes` bytes.
+    """
+
+    results: tuple[Any, Any]
+    addresses: tuple[int, int]
+    scratch: int
+
+
 @dataclass(frozen=True)
 class Call:
     """Prepared call: everything that the call key determines, see `prepared_calls.look_up`.
@@ -67,9 +85,9 @@ class Call:
         Overlap check for all arrays of the call.
     counters
         Number of zeroed 32-bit words that the kernels need.
-    scratch
-        Function that allocates the scratch memory: the plan's workspace, then the rotated queries,
-        then the lengths after an append of packed rows. None if no memory is needed.
+    scratch, scratch_bytes
+        Function that allocates the scratch memory, or None, and the size of that memory: the plan's
+        workspace, then the rotated queries, then the lengths after an append of packed rows.
     launches
         Launches of attention; none if there is nothing to compute.
     qkv
@@ -105,6 +123,7 @@ class Call:
     qkv: tuple[int, int] | None
     fills_results: bool = False
     has_no_rows: bool = False
+    scratch_bytes: int = 0
     rotated_offset: int = 0
     append: append.Append | None = None
     max_keys: int = 0
@@ -122,8 +141,9 @@ class Call:
         keys: int,
         user_mods: UserMods,
         stream: int | None = None,
+        placed: Placed | None = None,
     ) -> tuple[Any, Any | None]:
-        """Enqueue the launches for arrays at these addresses; return out and lse.
+        """Enqueue the launches; return out and lse, which are allocated unless `placed`.
 
         `stream` is the handle of the stream, by default that of CuPy's current stream. It may be
         another one only if the call neither appends nor fills its results.
@@ -132,9 +152,12 @@ class Call:
             require_length("cache_seqlens", keys, self.limits)
         if self.overlap_check.pairs:
             self.overlap_check.check(addresses)
-        (out, lse), (out_address, lse_address) = self.allocate_results()
-        if out is None:
-            out, out_address = arguments.out, addresses[self.out_index]
+        if placed is None:
+            (out, lse), (out_address, lse_address) = self.allocate_results()
+            if out is None:
+                out, out_address = arguments.out, addresses[self.out_index]
+        else:
+            (out, lse), (out_address, lse_address), scratch = placed
         if not self.launches and self.append is None and not self.fills_results:
             return out, lse
         if stream is None:
@@ -143,8 +166,9 @@ class Call:
         queue = None
         if self.counters or self.scratch:
             queue = shared(self.counters, self.device, stream)
-        # `_memory` is referenced until the launches are enqueued; then the pool may reuse it.
-        _memory, scratch = self.scratch() if self.scratch else (None, 0)
+        if placed is None:
+            # `_memory` is referenced until the launches are enqueued; then the pool may reuse it.
+            _memory, scratch = self.scratch() if self.scratch else (None, 0)
         # In the order of `names` in `prepare`. Adding tuples is twice as fast as a starred tuple.
         values = addresses + (  # noqa: RUF005
             out_address,
@@ -211,15 +235,7 @@ def prepare(arguments: Arguments, options: Options, context: Context) -> Call:
     plan = make_plan(
         problem, context.device, family=options.family, tile=options.tile, explain=False
     )
-    scratch, rotated_offset = plan.workspace, 0
-    if arguments.rotary_cos is not None:
-        rotated_offset = -(-scratch // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
-        scratch = rotated_offset + q.size * q.itemsize
-    scratch_offsets = dict(plan.schedule.workspace_offsets)
-    if layout.packed_new:
-        # The append kernel writes the lengths after the append; the attention kernel reads them.
-        scratch_offsets["lengths_after"] = -(-scratch // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
-        scratch = scratch_offsets["lengths_after"] + 4 * problem.batch
+    scratch, rotated_offset, scratch_offsets = scratch_layout(plan, arguments)
     appends = layout.appends or arguments.rotary_cos is not None
     has_no_keys = is_kvcache and problem.seqlen_k == 0
     # Kernels zero rows that belong to no sequence. If no sequence can have rows, no kernel runs,
@@ -252,6 +268,7 @@ def prepare(arguments: Arguments, options: Options, context: Context) -> Call:
         qkv=None if qkv is None else (fields.index("qkv"), qkv.strides[-3]),
         fills_results=has_no_rows or (has_no_keys and not problem.is_empty),
         has_no_rows=has_no_rows,
+        scratch_bytes=scratch,
         rotated_offset=rotated_offset,
         append=append.prepare(append_spec(arguments, problem, options), context.device, names)
         if appends
@@ -263,6 +280,38 @@ def prepare(arguments: Arguments, options: Options, context: Context) -> Call:
         workspace_offsets=tuple(scratch_offsets.values()),
         uses_torch=context.uses_torch,
     )
+
+
+class ScratchLayout(NamedTuple):
+    """Layout of the scratch memory of a call.
+
+    Attributes
+    ----------
+    size
+        Size in bytes.
+    rotated_offset
+        Byte offset of the rotated queries; 0 if there are none.
+    offsets
+        Byte offsets of the arrays whose addresses kernels are given, by name.
+    """
+
+    size: int
+    rotated_offset: int
+    offsets: dict[str, int]
+
+
+def scratch_layout(plan: Plan, arguments: Arguments) -> ScratchLayout:
+    """Return the layout of the scratch memory of a plan for arrays of these sizes."""
+    size, rotated_offset, q = plan.workspace, 0, arguments.q
+    if arguments.rotary_cos is not None:
+        rotated_offset = -(-size // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
+        size = rotated_offset + q.size * q.itemsize
+    offsets = dict(plan.schedule.workspace_offsets)
+    if plan.problem.layout.packed_new:
+        # The append kernel writes the lengths after the append; the attention kernel reads them.
+        offsets["lengths_after"] = -(-size // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
+        size = offsets["lengths_after"] + 4 * plan.problem.batch
+    return ScratchLayout(size, rotated_offset, offsets)
 
 
 # Attention, after an append to the caches if there are new rows. The options of a call are

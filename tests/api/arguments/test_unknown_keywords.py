@@ -37,7 +37,12 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 }  # fmt: skip
 OF_LIBRARY = ("flash_attention", "flash_attention_qkvpacked", "flash_attention_varlen")
 PUBLIC = [("cupy_flash", name) for name in CALLS]
-PUBLIC += [(f"cupy_flash.{library}", name) for library in ("jax", "torch") for name in OF_LIBRARY]
+# Functions that differentiable modules have under the same names.
+OF_MODULES = {
+    "cupy_flash.jax": (*OF_LIBRARY, "flash_attention_with_kvcache"),
+    "cupy_flash.torch": OF_LIBRARY,
+}
+PUBLIC += [(module, name) for module, names in OF_MODULES.items() for name in names]
 EVERY_FUNCTION = pytest.mark.parametrize(
     ("module", "name"), PUBLIC, ids=[f"{module}.{name}" for module, name in PUBLIC]
 )
@@ -97,9 +102,9 @@ def test_every_function_that_takes_modifications_is_tried() -> None:
     assert sorted(CALLS) == with_modifications(cupy_flash)
 
 
-@pytest.mark.parametrize("module", ["cupy_flash.jax", "cupy_flash.torch"])
+@pytest.mark.parametrize("module", OF_MODULES)
 def test_every_such_function_of_a_library_is_tried(module: str) -> None:
-    assert with_modifications(pytest.importorskip(module)) == list(OF_LIBRARY)
+    assert with_modifications(pytest.importorskip(module)) == list(OF_MODULES[module])
 
 
 @EVERY_FUNCTION
@@ -185,16 +190,17 @@ def test_a_plan_is_advised_as_its_function() -> None:
 
 
 @pytest.mark.parametrize("keyword", ["backend", "family", "out", "q_scale", "stream", "tile"])
-@pytest.mark.parametrize("module", ["cupy_flash.jax", "cupy_flash.torch"])
-def test_what_only_plain_functions_have_is_told_with_what_to_do(module: str, keyword: str) -> None:
-    advice = told(module, "flash_attention", keyword)
-
-    is_left_out = keyword in ("backend", "stream") or (
-        keyword == "out" and module == "cupy_flash.jax"
-    )
+def test_what_only_plain_functions_have_is_told_with_what_to_do(keyword: str) -> None:
+    advice = told("cupy_flash.torch", "flash_attention", keyword)
     assert advice.startswith(
         "leave it out, as "
-        if is_left_out
-        else f"{module}.flash_attention does not take it; call cupy_flash.flash_attention, which "
-        "does, but without gradients by "
+        if keyword in ("backend", "stream")
+        else "cupy_flash.torch.flash_attention does not take it; call cupy_flash.flash_attention, "
+        "which does, but without gradients by "
     )
+
+
+@pytest.mark.parametrize("keyword", ["backend", "out", "return_lse", "stream"])
+def test_what_functions_of_jax_lack_is_told_to_be_left_out(keyword: str) -> None:
+    advice = told("cupy_flash.jax", "flash_attention_with_kvcache", keyword)
+    assert advice.startswith("leave it out, as ")

@@ -89,6 +89,7 @@ NEEDS: dict[str, Callable[[], str | None]] = {
     "onnx": lambda: installed("onnx"),
     "xarray": lambda: installed("xarray") or installed("dask"),
     "transformers": lambda: installed("torch") or installed("transformers"),
+    "flax": lambda: installed("jax") or installed("flax"),
     "compiler": why_no_compiler,
     "weights": why_no_example,
     "time": lambda: None,  # a slow test

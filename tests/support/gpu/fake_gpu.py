@@ -234,6 +234,8 @@ class FakeGpu:
         self.captures = False  # whether the current stream captures a graph
         self.order: list[tuple[int, int]] = []  # a stream that waits, and the one it waits for
         self.uploads: list[np.ndarray] = []  # arrays that were copied from host memory
+        self.devices: list[int] = []  # devices that were made current
+        self.copies: list[tuple[int, ...]] = []  # target, source, size and stream of each copy
         self._next = _FIRST
 
     def forget(self) -> None:
@@ -252,13 +254,24 @@ class FakeGpu:
     def lengths(self, *shape: int, **options: Any) -> FakeArray:
         return self.array(*shape, dtype=np.int32, **options)
 
+    def set_device(self, device: int) -> None:
+        self.device = device
+        self.devices.append(device)
+
+    @contextlib.contextmanager
+    def external_stream(self, handle: int) -> Iterator[None]:
+        """Make a stream current within the context."""
+        before, self.stream = self.stream, handle
+        yield
+        self.stream = before
+
     def alloc(self, size: int) -> FakeMemory:
         self.allocations.append((self.address(), size))
         return FakeMemory(self.allocations[-1][0])
 
     def upload(self, array: np.ndarray) -> FakeArray:
         self.uploads.append(array)
-        return self.array(*array.shape, dtype=array.dtype)
+        return self.array(*array.shape, dtype=array.dtype, device=self.device)
 
     def shared(self, count: int, device: int, stream: int) -> Shared:
         assert (device, stream) == (self.device, self.stream)
@@ -325,6 +338,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         streamWaitEvent=lambda stream, event: gpu.order.append((stream, last_of[event])),
         memsetAsync=lambda *_: None,
         streamIsCapturing=lambda stream: gpu.captures,
+        setDevice=gpu.set_device,
+        getDeviceCount=lambda: 2,
+        pointerGetAttributes=lambda address: SimpleNamespace(device=1),
+        memcpyAsync=lambda to, of, size, kind, stream: gpu.copies.append((to, of, size, stream)),
+        memcpyDeviceToDevice=3,
     )
     monkeypatch.setattr(_Stream, "null", _current(0), raising=False)
     cuda = SimpleNamespace(
@@ -333,6 +351,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         get_current_stream=lambda device=0: SimpleNamespace(ptr=gpu.stream),
         Event=lambda disable_timing: SimpleNamespace(ptr=0xE0),
         Stream=_Stream,
+        ExternalStream=gpu.external_stream,
         UnownedMemory=_Unowned,
         MemoryPointer=lambda memory, offset: memory,
     )

@@ -1,0 +1,90 @@
+"""Operands of a call on many batches: the sequences of all batches follow one another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from cupy_flash.jax.static_call import StaticCall
+
+# Function that returns the function of another call.
+Again = Callable[[StaticCall], Callable[..., tuple[Any, ...]]]
+
+# Operands that broadcast to all sequences, with the number of axes that they then have.
+BROADCAST = {"bias": 4, "mask": 4, "alibi_slopes": 2, "q_scale": 3, "k_scale": 3, "v_scale": 3}
+# Operands whose leading axis is that of the sequences.
+_OF_SEQUENCES = (
+    *("q", "k", "v", "prefix_lens", "seqlens_k", "q_offset", "tree_mask", "cache_leftpad"),
+    *("cache_seqlens", "rotary_seqlens", "cache_batch_idx", "block_table"),
+)
+_CACHES = ("k_cache", "v_cache")
+_SCALES = ("k_scale", "v_scale")
+
+
+def fold(name: str, x: Any, size: int, batch: int, *, is_mapped: bool) -> Any:
+    """Return an operand of a call on `size` batches of `batch` sequences.
+
+    If it `is_mapped`, its first axis is that of the batches; otherwise all batches have the same.
+    """
+    axes = BROADCAST.get(name)
+    if axes is not None:
+        if not is_mapped and (x.ndim < axes or x.shape[0] == 1):
+            return x
+        own = x.shape[1:] if is_mapped else x.shape
+        own = (1,) * (axes - len(own)) + own
+        x = x.reshape((size if is_mapped else 1, *own))
+        x = jnp.broadcast_to(x, (size, batch, *own[1:]))
+    elif name in (*_OF_SEQUENCES, *_CACHES):
+        x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+    else:
+        # Sinks and rotary tables are the same for all sequences.
+        return x
+    return x.reshape((size * batch, *x.shape[2:]))
+
+
+def folded_step(
+    static: StaticCall,
+    size: int,
+    is_mapped: list[bool],
+    operands: tuple[Any, ...],
+    again: Again,
+) -> tuple[Any, ...]:
+    """Return the results of a decoding step for each batch, by one call.
+
+    Caches that are the same for all batches, and that the call does not update, are not copied.
+    """
+    given = dict(zip(static.names, operands, strict=True))
+    mapped = {name for name, is_it in zip(static.names, is_mapped, strict=True) if is_it}
+    of_caches = {*_CACHES, *_SCALES} & given.keys()
+    has_own_caches = bool(static.appended or mapped & of_caches)
+    batch = given["q"].shape[1 if "q" in mapped else 0]
+    caches = given["k_cache"].shape[1 if "k_cache" in mapped else 0]
+    made = {
+        name: x
+        if name in of_caches and not has_own_caches
+        else fold(name, x, size, caches if name in of_caches else batch, is_mapped=name in mapped)
+        for name, x in given.items()
+    }
+    first = caches * jnp.arange(size, dtype=jnp.int32) if has_own_caches else None
+    if "block_table" in made:
+        made["block_table"] = _moved(made["block_table"], first, caches)
+    elif "cache_batch_idx" in made or caches != batch or first is None:
+        index = made.get("cache_batch_idx", jnp.tile(jnp.arange(batch, dtype=jnp.int32), size))
+        made["cache_batch_idx"] = _moved(index, first, caches)
+    names = tuple(made)
+    results = again(static._replace(names=names))(*made.values())
+    return tuple(x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in results)
+
+
+def _moved(index: Any, first: Any | None, count: int) -> Any:
+    """Return indices of caches or pages, given the first one of each batch.
+
+    An index that is out of range for its batch stays out of range.
+    """
+    if first is None:
+        return index
+    start = jnp.repeat(first, index.shape[0] // len(first))
+    start = start.reshape(-1, *(1,) * (index.ndim - 1))
+    return jnp.where((index >= 0) & (index < count), index + start, -1)

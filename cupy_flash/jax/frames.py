@@ -1,0 +1,202 @@
+"""Call frames of XLA's foreign function interface (FFI), read and answered through ctypes.
+
+The layout of the structs is that of `xla/ffi/api/c_api.h`, which jaxlib installs. It is the same in
+all minor versions of major version 0. Structs are read as 64-bit words, because fields of ctypes
+structures take several times as long to read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import numpy as np
+
+_Word, _Pointer = ctypes.c_int64, ctypes.c_void_p
+_LOW = 0xFFFFFFFF
+# Words of a call frame that this module reads: api, context, arguments, results and attributes.
+_FRAME_WORDS = _Word * 21
+_EXTENSION, _API, _CONTEXT = 1, 2, 3
+_ARGUMENT_COUNT, _ARGUMENTS, _RESULT_COUNT, _RESULTS, _ATTRIBUTES = 7, 9, 12, 14, 20
+# Words of a buffer: size, extension, dtype (in the low half), address of the data, rank, address of
+# the dims. `_DATA` is the byte offset of the address of the data.
+_BUFFER_WORDS = _Word * 6
+_DATA = 24
+_TWO_WORDS = _Word * 2
+# Byte offsets in the API struct of its version and of the functions that handlers call.
+_VERSION, _CREATE_ERROR, _GET_STREAM, _GET_ORDINAL = 32, 48, 80, 184
+_METADATA_EXTENSION = 1
+# Error code "internal" of the interface, see `absl::StatusCode`.
+_INTERNAL = 13
+_Function = ctypes.CFUNCTYPE(_Pointer, _Pointer)
+
+
+def _numpy_dtypes() -> dict[int, np.dtype]:
+    import ml_dtypes
+
+    plain = {1: "bool", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "uint8", 7: "uint16"}
+    plain |= {8: "uint32", 9: "uint64", 10: "float16", 11: "float32", 12: "float64"}
+    return {
+        **{code: np.dtype(name) for code, name in plain.items()},
+        16: np.dtype(ml_dtypes.bfloat16),
+        20: np.dtype(ml_dtypes.float8_e4m3fn),
+    }
+
+
+# NumPy dtypes by the codes of the interface (`XLA_FFI_DataType`).
+DTYPES = _numpy_dtypes()
+
+
+class BufferKey(NamedTuple):
+    """Dtype code of a buffer, and its dims as bytes: a prepared call depends on both."""
+
+    dtype: int
+    dims: bytes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array in the buffer."""
+        return tuple(np.frombuffer(self.dims, np.int64).tolist())
+
+    @property
+    def numpy_dtype(self) -> np.dtype:
+        """Dtype of the array in the buffer."""
+        return DTYPES[self.dtype]
+
+
+class Frame(NamedTuple):
+    """Call frame of one execution.
+
+    Attributes
+    ----------
+    api, context
+        Addresses of the API struct and of the execution context.
+    keys
+        `BufferKey` of each argument, as plain tuples.
+    addresses
+        Addresses of the arguments, which are dense buffers in C order. That of a buffer without
+        elements may be 0.
+    results
+        Addresses of the result buffers.
+    text
+        String attribute of the call; it has no other attribute.
+    result_pointers
+        Addresses of the structs of the result buffers.
+    """
+
+    api: int
+    context: int
+    keys: tuple[tuple[int, bytes], ...]
+    addresses: list[int]
+    results: list[int]
+    text: bytes
+    result_pointers: list[int]
+
+    def result_keys(self) -> tuple[tuple[int, bytes], ...]:
+        """Return the `BufferKey` of each result, as plain tuples."""
+        return _read_buffers(self.result_pointers)[0]
+
+
+def read_frame(address: int) -> Frame:
+    """Return the call frame at an address."""
+    words = _FRAME_WORDS.from_address(address)[:]
+    # The attributes are an array of pointers to values, and the value of a string is a span.
+    text, length = _TWO_WORDS.from_address(_Word.from_address(words[_ATTRIBUTES]).value)
+    keys, addresses = _read_buffers(_pointers(words[_ARGUMENT_COUNT], words[_ARGUMENTS]))
+    made = _pointers(words[_RESULT_COUNT], words[_RESULTS])
+    # Reading only the addresses takes a quarter of the time of `_read_buffers`.
+    results = [_Word.from_address(pointer + _DATA).value for pointer in made]
+    text_bytes = ctypes.string_at(text, length)
+    return Frame(words[_API], words[_CONTEXT], keys, addresses, results, text_bytes, made)
+
+
+def _pointers(count: int, address: int) -> list[int]:
+    return (_Word * count).from_address(address)[:] if count else []
+
+
+def _read_buffers(pointers: list[int]) -> tuple[tuple[tuple[int, bytes], ...], list[int]]:
+    keys, addresses = [], []
+    for pointer in pointers:
+        _, _, dtype, data, rank, dims = _BUFFER_WORDS.from_address(pointer)
+        # The upper half of the dtype's word is padding, which may hold anything.
+        keys.append((dtype & _LOW, ctypes.string_at(dims, 8 * rank)))
+        addresses.append(data)
+    return tuple(keys), addresses
+
+
+def answer_metadata(address: int, traits: int) -> bool:
+    """Answer a query for metadata, which XLA sends instead of a call when a handler is registered.
+
+    Return whether the frame is such a query.
+    """
+    words = _FRAME_WORDS.from_address(address)[:]
+    if not words[_EXTENSION]:
+        return False
+    kind, _, metadata = (_Word * 4).from_address(words[_EXTENSION])[1:]
+    if kind & _LOW != _METADATA_EXTENSION:
+        raise RuntimeError(f"XLA sends a frame with an extension of unknown type {kind & _LOW}")
+    # JAX up to 0.6 passes no API struct here, and accepts minor version 1.
+    major, minor = _api_version(words[_API]) if words[_API] else (0, 1)
+    # The fields that follow the size: version (a struct of 24 bytes) and traits.
+    version = (ctypes.c_int32 * 2).from_address(metadata + 24)
+    version[0], version[1] = major, minor
+    ctypes.c_uint32.from_address(metadata + 32).value = traits
+    return True
+
+
+def _api_version(api: int) -> tuple[int, int]:
+    major, minor = (ctypes.c_int32 * 2).from_address(api + _VERSION)
+    if major != 0:
+        raise RuntimeError(
+            f"this JAX has version {major}.{minor} of XLA's foreign function interface; "
+            "cupy_flash.jax supports major version 0"
+        )
+    return major, minor
+
+
+class _ErrorArguments(ctypes.Structure):
+    _fields_ = (
+        ("size", _Word),
+        ("extension", _Pointer),
+        ("message", ctypes.c_char_p),
+        ("code", ctypes.c_int32),
+    )
+
+
+def new_error(api: int, message: str) -> int | None:
+    """Return the address of a new error, which XLA raises and frees."""
+    create = _Function(_Word.from_address(api + _CREATE_ERROR).value)
+    # The arguments are referenced until the function has copied them.
+    arguments = _ErrorArguments(28, None, message.encode("utf-8", "replace"), _INTERNAL)
+    result: int | None = create(ctypes.addressof(arguments))
+    return result
+
+
+class ContextReader:
+    """Functions of one API struct that read an execution context: the stream and the device."""
+
+    def __init__(self, api: int) -> None:
+        self._stream = _Function(_Word.from_address(api + _GET_STREAM).value)
+        size = _Word.from_address(api).value
+        has_ordinal = size >= _GET_ORDINAL + 8
+        self._ordinal = (
+            _Function(_Word.from_address(api + _GET_ORDINAL).value) if has_ordinal else None
+        )
+
+    def stream(self, context: int) -> int:
+        """Return the handle of the CUDA stream of a call."""
+        return self._ask(self._stream, context, 32)
+
+    def device(self, context: int) -> int | None:
+        """Return the CUDA index of a call's device; None if this JAX does not tell."""
+        if self._ordinal is None:
+            return None
+        return self._ask(self._ordinal, context, 28) & _LOW
+
+    @staticmethod
+    def _ask(function: object, context: int, size: int) -> int:
+        words = (_Word * 4)(size, 0, context, 0)
+        assert callable(function)
+        if error := function(ctypes.addressof(words)):
+            raise RuntimeError(f"XLA returned the error {error:#x} for the context of a call")
+        return words[3]

@@ -1,0 +1,82 @@
+"""Handler of traced calls on JAX's CPU platform, which runs the CPU backend."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import numpy as np
+
+from cupy_flash.arrays.strided import convert_to
+from cupy_flash.calls import dispatch, dispatch_backward
+from cupy_flash.jax.frames import BufferKey, read_frame
+from cupy_flash.jax.static_call import StaticCall, function_of, parsed
+from cupy_flash.mods.base import Modification
+
+_BACKEND = "cpu"
+_parsed = functools.lru_cache(maxsize=1024)(parsed)
+
+
+def execute(address: int) -> None:
+    """Compute the call with the frame at this address."""
+    frame = read_frame(address)
+    static = _parsed(frame.text)
+    given = dict(zip(static.names, _arrays(frame.keys, frame.addresses), strict=True))
+    for name in static.pairs:
+        given[name] = given[name].view(np.uint64)[..., 0]
+    # The workspace follows the results; the CPU backend does not need it.
+    made = _arrays(frame.result_keys(), frame.results)
+    results = dict(zip(static.results, made, strict=False))
+    for name in static.appended:
+        if results[name].ctypes.data != given[name].ctypes.data:
+            results[name][...] = given[name]
+        given[name] = results[name]
+    (_backward if static.is_backward else _forward)(static, given, results)
+
+
+def _forward(static: StaticCall, given: dict[str, Any], results: dict[str, Any]) -> None:
+    record, modifications = _call_of(static, {**given, "out": results["out"]})
+    options = static.options._replace(return_lse=True)
+    if options.kind == "scaled":
+        options = options._replace(out_dtype=None)
+    _, lse = dispatch.attention(record, options, _BACKEND, static.keys, modifications)
+    results["lse"][...] = lse
+
+
+def _backward(static: StaticCall, given: dict[str, Any], results: dict[str, Any]) -> None:
+    rows = {f"d{name}": x for name, x in results.items() if name in ("q", "k", "v")}
+    record, modifications = _call_of(static, {**given, **rows})
+    gradients = dispatch_backward.gradients(record, static.options, _BACKEND, modifications)
+    for name, gradient in zip(static.results, gradients, strict=True):
+        if name not in ("q", "k", "v"):
+            results[name][...] = gradient
+
+
+def _call_of(static: StaticCall, arrays: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    record, modifications = static.record(arrays)
+    return record, {**modifications, **{name: _on_host(token) for name, token in static.functions}}
+
+
+@functools.lru_cache(maxsize=256)
+def _on_host(token: str) -> Modification:
+    """Return the user function with a token, with its captured arrays in host memory."""
+    return function_of(token).with_arrays(lambda _, array: convert_to(np, array))
+
+
+def _arrays(keys: tuple[tuple[int, bytes], ...], addresses: list[int]) -> list[np.ndarray]:
+    return [_array(BufferKey(*key), at) for key, at in zip(keys, addresses, strict=True)]
+
+
+def _array(key: BufferKey, address: int) -> np.ndarray:
+    shape, dtype = _shape_and_dtype(key)
+    size = int(np.prod(shape)) * dtype.itemsize
+    if not size:
+        return np.empty(shape, dtype)
+    memory: Any = (ctypes.c_char * size).from_address(address)
+    return np.ndarray(shape, dtype, memory)
+
+
+@functools.lru_cache(maxsize=4096)
+def _shape_and_dtype(key: BufferKey) -> tuple[tuple[int, ...], np.dtype]:
+    return key.shape, key.numpy_dtype

@@ -1,0 +1,254 @@
+"""Handler of traced calls on JAX's CUDA platform: the launches of prepared calls on XLA's stream.
+
+A call that was prepared only enqueues launches. Its results and workspace are memory of the
+program, unless the program was traced where there is no GPU: then CuPy allocates the workspace.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+from cupy_flash.arrays.jax_arrays import array_at
+from cupy_flash.arrays.kinds import host_array_on_gpu
+from cupy_flash.arrays.strided import as_cupy
+from cupy_flash.calls.arguments import with_modifications
+from cupy_flash.calls.check import device_lengths
+from cupy_flash.calls.check.modifications import UserMods
+from cupy_flash.calls.check.problems import CheckedCall
+from cupy_flash.calls.gpu import backward, forward, prepared_calls
+from cupy_flash.calls.gpu.prepared_calls import Operation
+from cupy_flash.calls.options import Options
+from cupy_flash.errors import UnsupportedError
+from cupy_flash.gpu.environment import cupy_module, current_device
+from cupy_flash.jax.frames import BufferKey, ContextReader, Frame, read_frame
+from cupy_flash.jax.static_call import SCRATCH, StaticCall, function_of, parsed
+from cupy_flash.planning.planner import make_plan
+from cupy_flash.problem.arrays import MAX_ALIGNMENT
+
+# Maximum number of calls that are kept; a compiled program has a handful.
+_MAX_CALLS = 4096
+_LOW_BITS = MAX_ALIGNMENT - 1
+
+
+class _Prepared(NamedTuple):
+    """Call that is ready for the buffers of frames with the same key, see `execute`.
+
+    Attributes
+    ----------
+    static
+        Call without arrays.
+    call
+        Prepared call, see `prepared_calls`.
+    places
+        Index of each address of the call among the addresses of the frame's arguments, those of
+        captured arrays, and 0.
+    captured
+        Addresses of captured arrays.
+    arguments
+        Record of the arrays with which the call was prepared, which keeps captured arrays alive.
+        All other arrays may have been freed.
+    user_mods
+        User functions of the call.
+    needs_arrays
+        Whether the call reads or fills arrays by other means than its launches.
+    """
+
+    static: StaticCall
+    call: Any
+    places: tuple[int, ...]
+    captured: list[int]
+    arguments: Any
+    user_mods: UserMods
+    needs_arrays: bool
+
+
+_calls: dict[Any, _Prepared] = {}
+_parsed = functools.lru_cache(maxsize=1024)(parsed)
+_reader = functools.lru_cache(ContextReader)
+
+
+def execute(address: int) -> None:
+    """Enqueue the call with the frame at this address."""
+    frame = read_frame(address)
+    reader, cuda = _reader(frame.api), cupy_module().cuda
+    runtime = cuda.runtime
+    stream = reader.stream(frame.context)
+    before = runtime.getDevice()
+    device = _device_of(frame, reader, before)
+    # XLA remembers which device it made current, so it is restored.
+    if device != before:
+        runtime.setDevice(device)
+    try:
+        with cuda.ExternalStream(stream):
+            _execute(frame, stream, device)
+    finally:
+        if device != before:
+            runtime.setDevice(before)
+
+
+def _execute(frame: Frame, stream: int, device: int) -> None:
+    low_bits = [x & _LOW_BITS for x in (*frame.addresses, *frame.results)]
+    # The key holds all that a prepared call depends on: the results follow from the arguments.
+    key = frame.text, frame.keys, device, *low_bits
+    prepared = _calls.get(key)
+    if prepared is None:
+        prepared = _prepare(frame, device)
+        if len(_calls) >= _MAX_CALLS:
+            _calls.clear()
+        _calls[key] = prepared
+    _enqueue(prepared, frame, stream, device)
+
+
+def _device_of(frame: Frame, reader: ContextReader, current: int) -> int:
+    """Return the CUDA index of the device of a call."""
+    if _device_count() == 1:
+        return 0
+    index = reader.device(frame.context)
+    if index is not None:
+        return index
+    # JAX before 0.6 does not tell.
+    address = next(filter(None, (*frame.addresses, *frame.results)), None)
+    if address is None:
+        return current
+    return int(cupy_module().cuda.runtime.pointerGetAttributes(address).device)
+
+
+@functools.cache
+def _device_count() -> int:
+    return int(cupy_module().cuda.runtime.getDeviceCount())
+
+
+def scratch_bytes(
+    static: StaticCall, arguments: Any, options: Options, checked: CheckedCall
+) -> int | None:
+    """Return the bytes of workspace that a checked call needs on the current device.
+
+    The result is None if the device does not support the call, and for a call with a mask_mod. The
+    latter keeps block masks of its own, so XLA must not record its launches.
+    """
+    if any(name == "mask_mod" for name, _ in static.functions):
+        return None
+    device, problem = current_device(), checked.problem
+    try:
+        plan = make_plan(problem, device, family=options.family, tile=options.tile, explain=False)
+    except (UnsupportedError, ValueError):
+        # The program may run on the CPU, although there is a GPU. If not, the handler raises this.
+        return None
+    return plan.workspace if static.is_backward else forward.scratch_layout(plan, arguments).size
+
+
+def _prepare(frame: Frame, device: int) -> _Prepared:
+    """Check, plan, compile and load what calls with such frames need."""
+    static = _parsed(frame.text)
+    record, options, user_mods, _ = _arrays(static, frame, device)
+    operation = _operation(static)
+    found = prepared_calls.look_up(record.key_arrays(options), options)
+    assert found is not None
+    key, call, addresses = found
+    if call is None:
+        call, readable, _ = prepared_calls.prepare(
+            operation, key, record, addresses, options, user_mods
+        )
+        if any(a is not b for a, b in zip(readable, record, strict=True)):
+            raise RuntimeError("kernels cannot read the arrays of a compiled program in place")
+    names = record._fields if static.is_backward else record.key_names(options)
+    captured = [
+        name for name in names if name not in static.names and getattr(record, name) is not None
+    ]
+    after = [*static.names, *captured]
+    return _Prepared(
+        static,
+        call,
+        tuple(after.index(name) if name in after else len(after) for name in names),
+        [as_cupy(getattr(record, name)).data.ptr for name in captured],
+        record,
+        user_mods,
+        bool(call.cleared if static.is_backward else call.fills_results),
+    )
+
+
+def _operation(static: StaticCall) -> Operation:
+    return backward.GRADIENTS if static.is_backward else forward.ATTENTION
+
+
+def _arrays(
+    static: StaticCall, frame: Frame, device: int
+) -> tuple[Any, Options, UserMods, dict[str, Any]]:
+    """Return the record of a frame's arguments, options, user functions, and results by name."""
+    (given, results) = (
+        {
+            name: array_at(address, *_spec(static, name, BufferKey(*key)), device)
+            for name, key, address in zip(names, keys, addresses, strict=False)
+        }
+        for names, keys, addresses in (
+            (static.names, frame.keys, frame.addresses),
+            ((*static.results, SCRATCH), frame.result_keys(), frame.results),
+        )
+    )
+    given |= {name: results[name] for name in static.appended}
+    record, modifications = static.record(given)
+    modifications |= {name: _on_device(token, device) for name, token in static.functions}
+    record, mod_key, user_mods = with_modifications(
+        record, modifications, backward=static.is_backward
+    )
+    return record, static.options._replace(mod_key=mod_key), user_mods, results
+
+
+def _spec(static: StaticCall, name: str, key: BufferKey) -> tuple[tuple[int, ...], Any]:
+    return static.seen(name, key.shape, key.numpy_dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _on_device(token: str, device: int) -> Any:
+    """Return the user function with a token, with its captured arrays on the current device."""
+    del device  # part of the cache's key
+    return function_of(token).with_arrays(host_array_on_gpu)
+
+
+def _enqueue(prepared: _Prepared, frame: Frame, stream: int, device: int) -> None:
+    static, call, places, captured, arguments, user_mods, needs_arrays = prepared
+    made, count = frame.results, len(static.results)
+    given = frame.addresses
+    if static.appended:
+        given = _with_updated(static, frame, stream)
+    found = [*given, *captured, 0]
+    addresses = tuple([found[place] for place in places])
+    results: list[Any] = [None] * count
+    if needs_arrays or device_lengths.is_enabled:
+        arguments, options, _, by_name = _arrays(static, frame, device)
+        results = [by_name[name] for name in static.results]
+        check = _operation(static).check
+        if device_lengths.is_enabled and check is not None:
+            device_lengths.check(arguments, options, static.keys, check)
+    needed = call.workspace if static.is_backward else call.scratch_bytes
+    # `_memory` is referenced until the launches are enqueued; then the pool may reuse it.
+    _memory, scratch = None, made[count] if static.scratch else 0
+    if needed > (static.scratch or 0):
+        _memory = cupy_module().cuda.alloc(needed)
+        scratch = _memory.ptr
+    if static.is_backward:
+        placed = backward.Placed(results, [*made[:count], scratch])
+        call.run(arguments, addresses, 0, user_mods, stream, placed)
+    else:
+        out, lse, *_ = made
+        memory = forward.Placed((results[0], results[1]), (out, lse), scratch)
+        call.run(arguments, addresses, static.keys, user_mods, memory)
+
+
+def _with_updated(static: StaticCall, frame: Frame, stream: int) -> list[int]:
+    """Return the addresses of a frame's arguments, with those of the caches that the call updates.
+
+    A cache that was not donated is copied to its result first.
+    """
+    given, runtime = list(frame.addresses), cupy_module().cuda.runtime
+    for name in static.appended:
+        index, result = static.names.index(name), static.results.index(name)
+        target = frame.results[result]
+        if given[index] != target:
+            key = BufferKey(*frame.keys[index])
+            size = math.prod(key.shape) * key.numpy_dtype.itemsize
+            runtime.memcpyAsync(target, given[index], size, runtime.memcpyDeviceToDevice, stream)
+            given[index] = target
+    return given

@@ -1,0 +1,147 @@
+"""Program that divides attention over the devices of JAX, two or four, and checks the results.
+
+Argument: seed of the random arrays.
+"""
+
+import re
+import sys
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import cupy_flash.jax as cj
+from cupy_flash import ScoreMod
+
+rng = np.random.default_rng(int(sys.argv[1]))
+mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("x", "y"))
+gain = np.array([1, 2, 3, 4], np.float32)
+of_heads = ScoreMod(lambda score, h: score * gain[h])
+
+
+def arrays(*shapes):
+    return [jax.numpy.asarray(rng.standard_normal(shape), np.float32) for shape in shapes]
+
+
+def assert_close(found, expected):
+    tolerance = {"rtol": 1e-4, "atol": 1e-4}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), found, expected)
+
+
+def assert_divided(array, spec):
+    expected = NamedSharding(mesh, spec)
+    assert array.sharding.is_equivalent_to(expected, array.ndim), array.sharding
+
+
+def placed(array, spec):
+    return jax.device_put(array, NamedSharding(mesh, spec))
+
+
+def shapes_in(compiled):
+    """Return the shapes of q in the library's operations, and the number of gathers."""
+    text = compiled.as_text()
+    calls = [line for line in text.splitlines() if "cupy_flash" in line and "custom-call(" in line]
+    shapes = {re.search(r"f32\[([\d,]+)\]", line).group(1) for line in calls}
+    assert len(calls) == 2, calls
+    return shapes, text.count("all-gather(") + text.count("all-to-all(")
+
+
+def check(heads_kv, of_rows, of_keys, expected_shape, gathers, **options):
+    q, k, v, bias, sinks = inputs = arrays(
+        (4, 6, 4, 8), (4, 8, heads_kv, 8), (4, 8, heads_kv, 8), (1, 4, 6, 8), (4,)
+    )
+
+    def loss(q, k, v, bias, sinks):
+        out = cj.flash_attention(q, k, v, bias=bias, sinks=sinks, causal=True, **options)
+        return (out**2).sum()
+
+    step = jax.value_and_grad(loss, (0, 1, 2, 3, 4))
+    given = [placed(q, of_rows), placed(k, of_keys), placed(v, of_keys), bias, sinks]
+    compiled = jax.jit(step).lower(*given[:3], placed(bias, P()), placed(sinks, P())).compile()
+    assert_close(compiled(*given[:3], placed(bias, P()), placed(sinks, P())), step(*inputs))
+    shapes, count = shapes_in(compiled)
+    if mesh.size == 4:
+        assert shapes == {expected_shape}, shapes
+        assert (count > 0) == gathers, count
+
+
+for heads_kv in (4, 2, 1):
+    of_heads_kv = "y" if heads_kv > 1 else None
+    check(heads_kv, P("x"), P("x"), "2,6,4,8", False)
+    check(heads_kv, P(("x", "y")), P(("x", "y")), "1,6,4,8", False)
+    check(heads_kv, P(None, None, "y"), P(None, None, of_heads_kv), "4,6,2,8", False)
+    check(heads_kv, P("x", None, "y"), P("x", None, of_heads_kv), "2,6,2,8", False)
+    check(heads_kv, P(None, "x"), P(None, "x"), "4,6,4,8", True)
+# A function of the head sees all heads.
+check(2, P("x", None, "y"), P("x", None, "y"), "2,6,4,8", True, score_mod=of_heads)
+
+# Packed sequences are divided by heads, and caches by sequences and heads.
+q, k, v = arrays((9, 4, 8), (9, 2, 8), (9, 2, 8))
+ends = jax.numpy.array([0, 4, 9], np.int32)
+
+
+def packed(q, k, v):
+    return cj.flash_attention_varlen(q, k, v, ends, ends, 5, 5, causal=True)
+
+
+found = jax.jit(packed)(*(placed(x, P(None, "x")) for x in (q, k, v)))
+assert_divided(found, P(None, "x"))
+assert_close(found, packed(q, k, v))
+
+q, k, v = arrays((2, 1, 4, 8), (2, 1, 2, 8), (2, 1, 2, 8))
+caches = arrays((2, 5, 2, 8), (2, 5, 2, 8))
+
+
+def step(q, k_cache, v_cache, k, v):
+    return cj.flash_attention_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=[2, 4])
+
+
+spec = P("x", None, "y")
+found = jax.jit(step)(*(placed(x, spec) for x in (q, *caches, k, v)))
+assert_divided(found.k_cache, spec)
+assert_close(found, step(q, *caches, k, v))
+
+# A call on some of the caches, and a mapped axis, which becomes one more batch axis.
+more = arrays((3, 5, 2, 8), (3, 5, 2, 8))
+found = jax.jit(step)(placed(q, P("x")), *more, placed(k, P("x")), placed(v, P("x")))
+assert_close(found, step(q, *more, k, v))
+
+rows = arrays(*[(4, 2, 6, 2, 8)] * 3)
+lengths = jax.numpy.asarray(rng.integers(1, 6, (4, 2)), np.int32)
+
+
+def padded(q, k, v, lengths):
+    return (cj.flash_attention(q, k, v, seqlens_k=lengths) ** 2).sum()
+
+
+mapped = jax.vmap(jax.grad(padded, (0, 1, 2)))
+found = jax.jit(mapped)(*(placed(x, P("x")) for x in (*rows, lengths)))
+assert_divided(found[0], P("x"))
+assert_close(found, mapped(*rows, lengths))
+
+# Calls outside of a compiled function.
+q, k, v = arrays(*[(4, 6, 2, 8)] * 3)
+found = cj.flash_attention(*(placed(x, P("x")) for x in (q, k, v)))
+assert_close(found, cj.flash_attention(q, k, v))
+gradients = jax.grad(lambda *xs: (cj.flash_attention(*xs) ** 2).sum(), (0, 1, 2))
+assert_close(gradients(*(placed(x, P("x")) for x in (q, k, v))), gradients(q, k, v))
+
+# shard_map, with keys of a sequence that all devices of an axis share.
+if hasattr(jax, "shard_map"):
+    q, k, v = arrays((4, 6, 4, 8), (1, 7, 4, 8), (1, 7, 4, 8))
+
+    def one(q, k, v):
+        k, v = (jax.numpy.repeat(x, q.shape[0], 0) for x in (k, v))
+        return cj.flash_attention(q, k, v, causal=True)
+
+    def step(function):
+        return jax.grad(lambda *xs: (function(*xs) ** 2).sum(), (0, 1, 2))
+
+    specs = (P("x", None, "y"), P(None, None, "y"), P(None, None, "y"))
+    for checks in (True, False):
+        divided = jax.shard_map(
+            one, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=checks
+        )
+        assert_close(jax.jit(step(divided))(q, k, v), step(one)(q, k, v))
+print("all right")

@@ -1,0 +1,86 @@
+"""Program that is interrupted by signals while it computes attention on its main thread.
+
+Arguments: platform of JAX, and number of signals.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+import cupy_flash.jax as cj
+
+platform, signals = sys.argv[1], int(sys.argv[2])
+(device, *_) = jax.devices(platform)
+q = jax.device_put(
+    np.random.default_rng(0).standard_normal((1, 4, 2, 8)).astype(np.float32), device
+)
+escaped: list[Any] = []
+sys.unraisablehook = escaped.append
+seen: collections.Counter[str] = collections.Counter()
+
+
+@jax.jit
+def one(q: Any) -> Any:
+    return cj.flash_attention(q, q, q)
+
+
+@jax.jit
+def several(q: Any) -> Any:
+    return jax.lax.fori_loop(0, 20, lambda _, x: cj.flash_attention(x, q, q), q)
+
+
+expected = np.asarray(one(q)), np.asarray(several(q))
+
+
+def step() -> None:
+    try:
+        found = one(q).block_until_ready(), several(q).block_until_ready()
+        seen["done"] += 1
+    except BaseException as error:
+        seen[type(error).__name__] += 1
+    else:
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def interrupt() -> None:
+    for i in range(signals):
+        time.sleep(0.002 + 0.0003 * (i % 7))
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+sender = threading.Thread(target=interrupt)
+sender.start()
+
+
+def work() -> None:
+    # A signal may come in the handling of another one, and outside of a step.
+    while sender.is_alive():
+        try:
+            while sender.is_alive():
+                step()
+        except KeyboardInterrupt:
+            seen["between"] += 1
+
+
+try:
+    work()
+except KeyboardInterrupt:
+    work()
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+# Each exception that left a callback would have gone to XLA as an undefined result.
+assert not escaped, escaped[0]
+interrupted = sum(count for name, count in seen.items() if name != "done")
+assert seen["done"], seen
+assert interrupted >= signals / 4, seen
+np.testing.assert_array_equal(one(q), expected[0])
+print("all right")

@@ -161,11 +161,9 @@ class Call:
         if not self.launches and self.append is None and not self.fills_results:
             return out, lse
         if stream is None:
-            # Passing the device saves CuPy the look-up of the current device.
             stream = cupy_module().cuda.get_current_stream(self.device).ptr
-        queue = None
-        if self.counters or self.scratch:
-            queue = shared(self.counters, self.device, stream)
+        has_queue = self.counters or self.scratch
+        queue = shared(self.counters, self.device, stream) if has_queue else None
         if placed is None:
             # `_memory` is referenced until the launches are enqueued; then the pool may reuse it.
             _memory, scratch = self.scratch() if self.scratch else (None, 0)
@@ -242,9 +240,8 @@ def prepare(arguments: Arguments, options: Options, context: Context) -> Call:
     # and the call itself fills the results.
     has_no_rows = layout.packed_q and problem.is_empty and q.size > 0
     spec = block_mask_spec(plan)
-    parts = _PARTS_OF_QKV if qkv is not None else ()
-    block_mask_name = (_BLOCK_MASK,) if spec else ()
-    names = (*fields, *_VALUES, *parts, *block_mask_name, *scratch_offsets)
+    optional = _PARTS_OF_QKV * (qkv is not None) + (_BLOCK_MASK,) * (spec is not None)
+    names = (*fields, *_VALUES, *optional, *scratch_offsets)
     fixed, sources = {}, _sources(arguments, plan)
     block_mask_key = None
     device = cupy_module().cuda.runtime.getDevice()

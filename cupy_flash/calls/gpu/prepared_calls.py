@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from cupy_flash.arrays.jax_arrays import JaxMemory
 from cupy_flash.arrays.strided import as_cupy
-from cupy_flash.arrays.torch_arrays import no_memory, tensor_types
+from cupy_flash.arrays.torch_arrays import no_memory
 from cupy_flash.calls.check import device_lengths
 from cupy_flash.calls.check.modifications import NO_USER_MODS, ModificationKey, UserMods
 from cupy_flash.calls.check.problems import CheckedCall
@@ -142,8 +142,7 @@ def look_up(
     """Return the call key of these arrays, the prepared call or None, and the addresses.
 
     A call key holds the index of the current device, the array keys from `find_array_keys`, the
-    options, and the tuning generation. If `only_cupy`, the result is None if any array is not
-    CuPy's.
+    options and the tuning generation. If `only_cupy`, arrays that are not CuPy's give None.
     """
     cupy = cupy_module()
     entry = find_array_keys(key_arrays, cupy.ndarray, only_cupy)
@@ -153,41 +152,6 @@ def look_up(
     # The key holds everything that the plan and the checks depend on.
     key = (cupy.cuda.runtime.getDevice(), array_keys, options, mod_key, tuning.generation())
     return key, _calls.get(key), addresses
-
-
-def look_up_tensors(
-    tensors: tuple[Any, ...], options: Any
-) -> tuple[tuple[Any, ...], Any, tuple[int, ...]] | None:
-    """Return `look_up` of torch tensors on a GPU; None if one of them is no such tensor.
-
-    The memory of tensor subclasses and lazily negated tensors may not hold their values.
-
-    Raises
-    ------
-    RuntimeError
-        If a tensor has no strides or memory.
-    """
-    plain, low_bits = tensor_types(), LOW_BITS
-    array_keys: list[Any] = []
-    addresses: list[int] = []
-    # One loop that checks tensors and makes their keys takes 0.6 us less than a check of all
-    # tensors before `look_up`.
-    for tensor in tensors:
-        if tensor is None:
-            array_keys.append(None)
-            addresses.append(0)
-            continue
-        if tensor.__class__ not in plain or tensor.is_neg():
-            return None
-        address = tensor.data_ptr()
-        if not address and tensor.numel():
-            return None
-        addresses.append(address)
-        shape, strides, device = tensor.shape, tensor.stride(), tensor.get_device()
-        array_keys.append((shape, strides, tensor.dtype, device, address & low_bits))
-    device = cupy_module().cuda.runtime.getDevice()
-    key = (device, tuple(array_keys), options, None, tuning.generation())
-    return key, _calls.get(key), tuple(addresses)
 
 
 # Elements of an array key. The strides of a C-contiguous CuPy array are True. The low bits of an

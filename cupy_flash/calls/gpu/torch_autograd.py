@@ -14,6 +14,7 @@ from cupy_flash.arrays.torch_arrays import (
     is_torch_on_gpu,
     may_be_transformed,
     on_stream_of,
+    tensor_types,
 )
 from cupy_flash.calls.arguments import Arguments, GradientArguments, in_field_order, span
 from cupy_flash.calls.check import device_lengths
@@ -25,6 +26,7 @@ from cupy_flash.calls.gpu.backward import GRADIENTS
 from cupy_flash.calls.gpu.prepared_calls import LOW_BITS, STRIDES
 from cupy_flash.calls.options import Options
 from cupy_flash.gpu.environment import cupy_module
+from cupy_flash.planning import tuning
 from cupy_flash.problem.gradient import ROWS
 
 # Calls without `out` and modifications need only the addresses of their arrays.
@@ -74,7 +76,7 @@ def run(arrays: tuple[Any, ...], options: Options) -> tuple[tuple[Any, Any], Any
     if device_lengths.is_enabled or not arrays[0].is_cuda:
         return None
     try:
-        result = prepared_calls.look_up_tensors(arrays, options)
+        result = _look_up(arrays, options)
     except (RuntimeError, ImportError):  # A tensor has no strides or memory, or CuPy is missing.
         return None
     if result is None:
@@ -89,6 +91,41 @@ def run(arrays: tuple[Any, ...], options: Options) -> tuple[tuple[Any, Any], Any
     # Making torch's stream the current one of CuPy would take longer.
     stream = current_stream(call.device)
     return call.run(_NO_ARRAYS, addresses, 0, NO_USER_MODS, stream), result
+
+
+def _look_up(
+    tensors: tuple[Any, ...], options: Any
+) -> tuple[tuple[Any, ...], Any, tuple[int, ...]] | None:
+    """Return `prepared_calls.look_up` of tensors on a GPU; None if one of them is no such tensor.
+
+    The memory of tensor subclasses and lazily negated tensors may not hold their values.
+
+    Raises
+    ------
+    RuntimeError
+        If a tensor has no strides or memory.
+    """
+    plain, low_bits = tensor_types(), LOW_BITS
+    array_keys: list[Any] = []
+    addresses: list[int] = []
+    # One loop that checks tensors and makes their keys takes 0.6 us less than a check of all
+    # tensors before `prepared_calls.look_up`.
+    for tensor in tensors:
+        if tensor is None:
+            array_keys.append(None)
+            addresses.append(0)
+            continue
+        if tensor.__class__ not in plain or tensor.is_neg():
+            return None
+        address = tensor.data_ptr()
+        if not address and tensor.numel():
+            return None
+        addresses.append(address)
+        shape, strides, device = tensor.shape, tensor.stride(), tensor.get_device()
+        array_keys.append((shape, strides, tensor.dtype, device, address & low_bits))
+    device = cupy_module().cuda.runtime.getDevice()
+    key = (device, tuple(array_keys), options, None, tuning.generation())
+    return key, prepared_calls._calls.get(key), tuple(addresses)
 
 
 def record(result: Any, results: tuple[Any, Any]) -> Record:

@@ -234,7 +234,7 @@ def _enqueue(prepared: _Prepared, frame: Frame, stream: int, device: int) -> Non
     else:
         out, lse, *_ = made
         memory = forward.Placed((results[0], results[1]), (out, lse), scratch)
-        call.run(arguments, addresses, static.keys, user_mods, memory)
+        call.run(arguments, addresses, static.keys, user_mods, placed=memory)
 
 
 def _with_updated(static: StaticCall, frame: Frame, stream: int) -> list[int]:

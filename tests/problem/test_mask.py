@@ -142,6 +142,8 @@ GIVES_POSITIONS = {
     str(Path("mods", "on_arrays", "score_derivatives.py")): 1,
     # These expressions place parts of a sequence relative to each other.
     str(Path("parallel", "score_blocks.py")): 4,
+    # These expressions convert positions in a cache of transformers.
+    "transformers_masks.py": 3,
 }
 
 

@@ -18,6 +18,8 @@ import numpy as np
 
 import cupy_flash.jax as cj
 
+# Python does not handle this signal if the program was started in the background.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 platform, signals = sys.argv[1], int(sys.argv[2])
 (device, *_) = jax.devices(platform)
 q = jax.device_put(

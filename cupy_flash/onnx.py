@@ -74,8 +74,10 @@ class Attention(_OpRun):  # type: ignore[misc]
         if is_flat:
             q = _with_heads(q, q_num_heads)
             k, v = (_with_heads(x, kv_num_heads) for x in (k, v))
+        if (past_key is None) != (past_value is None):
+            raise ValueError("one of past_key and past_value is missing; expected both or none")
         past = 0
-        if past_key is not None and past_value is not None:
+        if past_key is not None:
             past = past_key.shape[2]
             k = np.concatenate([past_key, k], axis=2)
             v = np.concatenate([past_value, v], axis=2)

@@ -25,6 +25,8 @@ __all__ = ["attention", "register"]
 
 # transformers loads names that contain "flash" from its hub of kernels.
 _NAME = "fused_cupy"
+# Arguments of some models that change the result, and that attention here does not take.
+_REFUSED = ("indices", "block_indices", "head_mask", "sinks")
 
 
 def register() -> None:
@@ -53,7 +55,7 @@ def attention(
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | Tensor | None = None,
     max_length_k: int | Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of a layer, as `AttentionInterface` of transformers asks for it.
 
@@ -87,6 +89,9 @@ def attention(
         Offsets of packed sequences among all rows, with `max_length_q` and `max_length_k`.
     max_length_q, max_length_k : int, optional
         Upper bounds of their lengths. The call waits for the GPU to read a tensor.
+    **others
+        Arguments that do not change the result, which are ignored, and those that do, which are
+        refused: `indices` and `block_indices` of sparse attention, `head_mask`, `sinks`.
 
     Returns
     -------
@@ -98,7 +103,8 @@ def attention(
     Raises
     ------
     UnsupportedError
-        If `dropout` is not 0.
+        If `dropout` is not 0; if an argument is refused; and if packed sequences are combined with
+        a mask of all pairs, a position bias, or chunks that ignore them.
     TypeError, ValueError, CompileError
         See `cupy_flash.torch.flash_attention`.
     """
@@ -107,8 +113,14 @@ def attention(
             f"dropout is {dropout}; expected 0, as dropout is not supported: set the attention "
             "dropout of the model's configuration to 0, or call model.eval()"
         )
+    for name in _REFUSED:
+        if others.get(name) is not None:
+            raise UnsupportedError(
+                f"{name} is given; it is not supported, and attention without it would be wrong: "
+                "load the model with attn_implementation='eager'"
+            )
     device = query.device.type
-    if torch.is_autocast_enabled(device):
+    if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -125,14 +137,21 @@ def attention(
         if sliding_window is not None:
             options["window_size"] = (sliding_window - 1, 0 if causal else sliding_window - 1)
 
-    # Padding that the mask describes takes precedence, as in transformers' own functions.
-    if is_packed and not (pattern is not None and pattern.has_padding):
+    # Padding that the mask describes takes precedence, as in transformers' own functions, and so do
+    # documents that it has found in position_ids.
+    if is_packed and not (pattern is not None and (pattern.has_padding or pattern.packed)):
+        _require_packed_alone(attention_mask, position_bias)
         return _packed(q, k, v, (*lengths[:2], *map(int, lengths[2:])), options), None
     if pattern is not None:
         if pattern.begins_at_first_key:
             # Later keys are the unused part of a static cache.
             k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
         packed = pattern.packed
+        if packed is not None and is_packed and not packed.has_documents:
+            raise UnsupportedError(
+                "cu_seq_lens_q is given, but the model's chunks ignore it; pass position_ids that "
+                "begin with 0 in each sequence"
+            )
         if packed is not None and position_bias is None:
             offsets = (packed.cu_seqlens, packed.cu_seqlens, packed.max_seqlen, packed.max_seqlen)
             if packed.used is not None:
@@ -143,6 +162,21 @@ def attention(
         if mask is not None:
             _add_mask(options, mask[..., : k.shape[1]], q.dtype)
     return flash_attention(q, k, v, **options), None
+
+
+def _require_packed_alone(
+    attention_mask: AttentionPattern | Tensor | None, position_bias: Tensor | None
+) -> None:
+    """Raise UnsupportedError for a mask or a bias of all pairs beside packed sequences.
+
+    While a graph is traced, a mask of all pairs stands for the documents of position_ids.
+    """
+    is_mask = isinstance(attention_mask, Tensor) and not torch.compiler.is_compiling()
+    if is_mask or position_bias is not None:
+        name = "attention_mask" if is_mask else "position_bias"
+        raise UnsupportedError(
+            f"{name} has all pairs, and cu_seq_lens_q is given; expected one of them"
+        )
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, lengths: Any, options: dict[str, Any]) -> Tensor:

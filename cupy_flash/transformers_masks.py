@@ -31,19 +31,22 @@ class PackedSequences(NamedTuple):
         Upper bound of the lengths.
     used : int32 Tensor, shape (sequences,), optional
         Number of keys of each sequence that are no padding. They come first.
+    has_documents : bool
+        Whether these are the documents of a packed batch, or parts of them.
     """
 
     cu_seqlens: Tensor
     max_seqlen: int
     used: Tensor | None = None
+    has_documents: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionPattern:
     """Mask of a model's layers, without an array of all pairs.
 
-    The methods and attributes of a tensor, and functions of torch, work on the bool tensor that
-    `dense` returns, for models that change their mask before they use it.
+    The methods and attributes of a tensor, indexing, and functions of torch work on the bool tensor
+    that `dense` returns, for models that change their mask before they use it. Operators do not.
 
     Attributes
     ----------
@@ -93,10 +96,15 @@ class AttentionPattern:
         used = None if self.packed is None else self.packed.used
         return any(x is not None for x in (self.keys, self.seqlens_k, used))
 
-    def to(self, device: Any, *_: Any, **__: Any) -> AttentionPattern:
-        """Return the pattern with its tensors on another device, for models on several devices."""
-        if isinstance(device, torch.dtype):
-            return self
+    def to(self, *arguments: Any, **options: Any) -> AttentionPattern | Tensor:
+        """Return the pattern with its tensors on another device, for models on several devices.
+
+        With a dtype, the result is a tensor.
+        """
+        given = (*arguments, *options.values())
+        if any(isinstance(x, (torch.dtype, Tensor)) for x in given):
+            return self.dense().to(*arguments, **options)
+        device = options.get("device", arguments[0] if arguments else None)
         moved: dict[str, Any] = {
             name: value.to(device)
             for name in ("q_offset", "keys", "seqlens_k")
@@ -307,9 +315,22 @@ def _parts(function: Any) -> dict[str, Any] | None:
             for part in map(_parts, functions):
                 if part is None:
                     return None
+                if "window" in part and "window" in result:
+                    part["window"] = _narrower(part["window"], result["window"])
+                elif not part.keys().isdisjoint(result.keys() - {"causal"}):
+                    return None
                 result |= part
             return result
     return None
+
+
+def _narrower(one: Window, other: Window) -> Window:
+    """Return the window of the keys that are in both windows."""
+    left, right = (
+        min((x for x in bounds if x is not None), default=None)
+        for bounds in zip(one, other, strict=True)
+    )
+    return left, right
 
 
 def _documents(
@@ -324,7 +345,7 @@ def _documents(
         begins |= position % chunk == 0
     (rows,) = begins.flatten().nonzero(as_tuple=True)
     cu_seqlens = torch.nn.functional.pad(rows, (0, 1), value=begins.numel()).to(torch.int32)
-    return PackedSequences(cu_seqlens, int(cu_seqlens.diff().max()))
+    return PackedSequences(cu_seqlens, int(cu_seqlens.diff().max()), has_documents=True)
 
 
 def _chunks(rules: _Rules, seqlen: int, padding: Tensor | None) -> PackedSequences:
@@ -377,7 +398,9 @@ def _with_padding(pattern: AttentionPattern, padding: Tensor, given: int) -> Att
     if is_full or (pattern.causal and is_given_full and is_future):
         return pattern
     if all_first and all_runs:
-        return replace(pattern, seqlens_k=count.to(torch.int32))
+        # The keys of later rows of a static cache are cut off before the call.
+        most = seqlen_q if pattern.begins_at_first_key else seqlen_k
+        return replace(pattern, seqlens_k=count.clamp(max=most).to(torch.int32))
     is_prefill = not isinstance(offset, Tensor) and offset == 0 and seqlen_q <= seqlen_k
     if not (all_runs and pattern.causal and is_prefill):
         return replace(pattern, keys=padding)

@@ -128,7 +128,7 @@ return_attn_probs
     TypeError, ValueError, UnsupportedError, CompileError, NotImplementedError, RuntimeError
         See `flash_attn_func`.
     """
-    q, k, v = _unpacked("qkv", qkv, 3)
+    q, k, v = _unpacked("qkv", qkv, 3, axes=5)
     return flash_attn_func(
         q,
         k,
@@ -178,7 +178,7 @@ return_attn_probs
     TypeError, ValueError, UnsupportedError, CompileError, NotImplementedError, RuntimeError
         See `flash_attn_func`.
     """
-    k, v = _unpacked("kv", kv, 2)
+    k, v = _unpacked("kv", kv, 2, axes=5)
     return flash_attn_func(
         q,
         k,
@@ -304,7 +304,7 @@ return_attn_probs
     TypeError, ValueError, UnsupportedError, CompileError, NotImplementedError, RuntimeError
         See `flash_attn_varlen_func`.
     """
-    q, k, v = _unpacked("qkv", qkv, 3)
+    q, k, v = _unpacked("qkv", qkv, 3, axes=4)
     return flash_attn_varlen_func(
         q,
         k,
@@ -364,7 +364,7 @@ return_attn_probs
     TypeError, ValueError, UnsupportedError, CompileError, NotImplementedError, RuntimeError
         See `flash_attn_varlen_func`.
     """
-    k, v = _unpacked("kv", kv, 2)
+    k, v = _unpacked("kv", kv, 2, axes=4)
     return flash_attn_varlen_func(
         q,
         k,
@@ -540,14 +540,19 @@ def _with_probabilities(result: tuple[Tensor, Tensor], q: Tensor) -> tuple[Tenso
     return out, lse, q.new_empty(0)
 
 
-def _unpacked(name: str, packed: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Return the `count` parts of a tensor (..., count, heads, head_dim).
+def _unpacked(name: str, packed: Tensor, count: int, *, axes: int) -> tuple[Tensor, ...]:
+    """Return the `count` parts of a tensor (..., count, heads, head_dim) of `axes` axes.
 
     Their gradients are stacked, which takes less time than the sum of gradients of slices.
     """
     if not isinstance(packed, Tensor):
         raise TypeError(f"{name} is {kind_of(packed)}; expected a tensor")
     check_packed(name, packed, count)
+    if packed.ndim != axes:
+        kind = "packed sequences" if axes == 4 else "a batch"
+        raise ValueError(
+            f"{name} has shape {tuple(packed.shape)}; expected {axes} axes, as {kind} has"
+        )
     return packed.unbind(-3)
 
 

@@ -23,6 +23,7 @@ from support.tiny_models import (  # noqa: E402
 )
 
 from cupy_flash import UnsupportedError  # noqa: E402
+from cupy_flash.transformers import attention  # noqa: E402
 
 # transformers warns of what small configurations lack, and torch of what transformers calls.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -152,13 +153,31 @@ def test_packed_batches(name: str, device: str, rng: np.random.Generator) -> Non
     # The positions alone separate the sequences, too, unless a model's masks ignore them.
     if name != "gpt-oss":
         found.append(fused(ids, position_ids=positions, use_cache=False).logits)
-    if name != "Llama 4":
-        offsets = torch.tensor(ends, dtype=torch.int32, device=device)
-        packed = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
-        longest = {"max_length_q": max(lengths), "max_length_k": max(lengths)}
-        found.append(fused(ids, position_ids=positions, **packed, **longest).logits)
+    offsets = torch.tensor(ends, dtype=torch.int32, device=device)
+    packed = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
+    longest = {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+    given = {"position_ids": positions, "use_cache": False, **packed, **longest}
+    found.append(fused(ids, **given).logits)
     for logits in found:
         assert (logits - expected).abs().max() < LIMIT
+
+
+@pytest.mark.parametrize("name", ["indices", "block_indices", "head_mask", "sinks"])
+def test_arguments_that_would_change_the_result_are_refused(name: str) -> None:
+    q = torch.zeros(1, 2, 5, 8)
+    with pytest.raises(UnsupportedError, match=f"^{name} is given"):
+        attention(torch.nn.Identity(), q, q, q, None, **{name: torch.zeros(1)})
+
+
+def test_packed_sequences_beside_pairs_are_refused() -> None:
+    q, offsets = torch.zeros(1, 2, 5, 8), torch.tensor([0, 2, 5], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
+    packed |= {"max_length_q": 3, "max_length_k": 3}
+    pairs = torch.ones(1, 1, 5, 5, dtype=torch.bool)
+    with pytest.raises(UnsupportedError, match=r"^attention_mask has all pairs"):
+        attention(torch.nn.Identity(), q, q, q, pairs, **packed)
+    with pytest.raises(UnsupportedError, match=r"^position_bias has all pairs"):
+        attention(torch.nn.Identity(), q, q, q, None, position_bias=pairs.float(), **packed)
 
 
 def test_bool_and_additive_masks_of_the_user(device: str, rng: np.random.Generator) -> None:

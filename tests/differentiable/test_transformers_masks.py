@@ -190,3 +190,21 @@ def test_a_pattern_can_be_used_as_a_tensor() -> None:
     assert torch.equal(torch.where(pattern, 1, 2), torch.where(dense, 1, 2))
     assert torch.equal(torch.zeros(9).masked_fill(pattern, 1), dense.float())
     assert torch.equal(pattern.to("cpu").dense(), dense)
+
+
+def test_two_windows_are_one_of_the_nearer_bounds() -> None:
+    causal, window = masking.causal_mask_function, masking.sliding_window_overlay
+    both_sides = masking.sliding_window_bidirectional_overlay
+    and_masks = masking.and_masks
+    for sizes in ((3, 6), (6, 3)):
+        functions = [window(size) for size in sizes]
+        found = patterns._parts(and_masks(causal, *functions))
+        assert found == {"causal": True, "window": (2, None)}
+    found = patterns._parts(and_masks(window(6), both_sides(4)))
+    assert found == {"window": (4, 4)}
+
+
+def test_two_divisions_into_chunks_are_no_pattern() -> None:
+    leftpad = torch.zeros(1, dtype=torch.int32)
+    chunks = [masking.chunked_overlay(size, leftpad) for size in (3, 4)]
+    assert patterns._parts(masking.and_masks(*chunks)) is None

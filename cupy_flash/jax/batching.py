@@ -97,7 +97,7 @@ def _folded(
 
 
 def _gradient_of(gradient: Any, shape: tuple[int, ...], batch: int) -> Any:
-    """Return the gradients of a bias that `_fold` has broadcast, for each index of the axis."""
+    """Return the gradients of a bias that `fold` has broadcast, for each index of the axis."""
     size, *own = shape
     each = gradient.reshape((size, batch, *gradient.shape[1:]))
     if len(own) < BROADCAST["bias"] or own[0] == 1:

@@ -69,7 +69,11 @@ def _answer(execute: Execute, traits: int, address: int) -> None:
 
 def _failure(error: BaseException) -> int | None:
     """Return the address of an XLA error with the text of an exception; None without an API."""
-    return new_error(_api, f"{type(error).__name__}: {error}") if _api else None
+    text = type(error).__name__
+    # The exception itself may have no text.
+    with contextlib.suppress(BaseException):
+        text = f"{text}: {error}"
+    return new_error(_api, text) if _api else None
 
 
 def _called(answer: Callable[[int], None], address: int) -> int | None:
@@ -126,9 +130,12 @@ class _Handler(threading.local):
         call = functools.partial(_called, answer)
         kind = type(cls.__name__, (cls,), {"send_or_call": staticmethod(call)})
         handler: _Handler = threading.local.__new__(kind)
-        if threading.current_thread() is threading.main_thread():
-            handler._prepare(call)
         return handler
+
+    def __init__(self, *_: Any) -> None:
+        """Prepare the handler on the main thread; called once on each thread, at its first use."""
+        if threading.current_thread() is threading.main_thread():
+            self._prepare(type(self).send_or_call)
 
     def _prepare(self, call: Callable[[int], int | None]) -> None:
         def set_busy(is_busy: bool) -> None:
@@ -142,10 +149,16 @@ class _Handler(threading.local):
 
 def _wait_for_all() -> None:
     """Wait for all computations: a thread of XLA that needs Python would hang while Python ends."""
+    if not _api:  # No computation has called a handler.
+        return
     for array in jax.live_arrays():
         # An array may have been deleted, or its computation may have failed.
         with contextlib.suppress(Exception):
             array.block_until_ready()
+    # Computations whose results were dropped precede this one on their device.
+    for device in jax.local_devices():
+        with contextlib.suppress(Exception):
+            (jax.device_put(0, device) + 1).block_until_ready()
 
 
 # Functions that are registered later run earlier: this one before those of JAX, imported above.

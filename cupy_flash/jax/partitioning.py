@@ -136,8 +136,10 @@ def _chosen_axes(
             for own, length in zip(roles(static, name, x.shape), x.shape, strict=True)
             if own == role
         }
-        # A cached call may use some of the caches only.
+        # A cached call may use some of the caches only, and a query of one sequence may meet a bias
+        # of several batch axes.
         is_other = role == BATCH and static.options.kind == "kvcache" and len(lengths) > 1
+        is_other |= role == BATCH and arguments[static.names.index("q")].shape[0] % parts != 0
         if is_other or any(length % parts for length in lengths):
             del chosen[role]
     if not set(chosen.get(BATCH, ())).isdisjoint(chosen.get(HEADS, ())):
@@ -179,7 +181,7 @@ def _rule(static: StaticCall, arguments: Any, results: Any) -> tuple[str, dict[s
     others: list[str] = []
 
     def factor(role: str | None, length: int) -> str:
-        if role is None or (role == BATCH and not has_all_caches):
+        if role is None or (role == BATCH and (batch == 1 or not has_all_caches)):
             others.append(f"x{len(others)}")
             return others[-1]
         if role == BATCH and length != batch:

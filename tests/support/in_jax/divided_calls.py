@@ -127,6 +127,28 @@ assert_close(found, cj.flash_attention(q, k, v))
 gradients = jax.grad(lambda *xs: (cj.flash_attention(*xs) ** 2).sum(), (0, 1, 2))
 assert_close(gradients(*(placed(x, P("x")) for x in (q, k, v))), gradients(q, k, v))
 
+# One sequence, beside caches and a bias of several, which may not be divided like it.
+q, caches, new = *arrays((1, 1, 4, 8)), arrays((4, 9, 2, 8), (4, 9, 2, 8)), arrays((1, 1, 2, 8))
+
+
+def decode(q, k_cache, v_cache, new):
+    return cj.flash_attention_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=[3])
+
+
+found = jax.jit(decode)(q, *(placed(x, P("x")) for x in caches), *new)
+assert_close(found, decode(q, *caches, *new))
+
+q, k, v = arrays(*[(1, 4, 6, 2, 8)] * 3)
+(bias,) = arrays((4, 2, 6, 6))
+
+
+def biased(q, k, v, bias):
+    return (cj.flash_attention(q, k, v, bias=bias) ** 2).sum()
+
+
+step = jax.value_and_grad(biased, (0, 1, 2, 3))
+assert_close(jax.jit(step)(q, k, v, placed(bias, P("x"))), step(q, k, v, bias))
+
 # shard_map, with keys of a sequence that all devices of an axis share.
 if hasattr(jax, "shard_map"):
     q, k, v = arrays((4, 6, 4, 8), (1, 7, 4, 8), (1, 7, 4, 8))

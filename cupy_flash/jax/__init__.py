@@ -4,11 +4,11 @@
     jax.jit(jax.grad(lambda q: flash_attention(q, k, v, causal=True).sum()))(q)
 
 The functions have the arguments of the functions of the same names in `cupy_flash`. Gradients reach
-q, k, v, bias and sinks; numbers and lists are constants. Arrays that have values are computed at
-once. Arrays that JAX traces, as under `jax.jit`, `jax.vmap`, `jax.lax.scan` and `jax.shard_map`,
-make the call an operation of the compiled program, which runs on JAX's CPU and CUDA platforms. As
-usual in JAX, an argument may be a NumPy array, which is copied to the device of the other
-arguments.
+q, k, v, bias and sinks; numbers and lists are constants. Calls on arrays that have values are
+computed at once, except those on caches, pages and float8 arrays, which are compiled. Arrays that
+JAX traces, as under `jax.jit`, `jax.vmap`, `jax.lax.scan` and `jax.shard_map`, make the call an
+operation of the compiled program, which runs on JAX's CPU and CUDA platforms. As usual in JAX, an
+argument may be a NumPy array, which is copied to the device of the other arguments.
 """
 
 from __future__ import annotations

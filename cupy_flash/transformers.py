@@ -167,7 +167,7 @@ def attention(
 def _require_packed_alone(
     attention_mask: AttentionPattern | Tensor | None, position_bias: Tensor | None
 ) -> None:
-    """Raise UnsupportedError for a mask or a bias of all pairs beside packed sequences.
+    """Raise UnsupportedError if packed sequences come with a mask or a bias of all pairs.
 
     While a graph is traced, a mask of all pairs stands for the documents of position_ids.
     """

@@ -74,8 +74,8 @@ class Frame(NamedTuple):
     keys
         `BufferKey` of each argument, as plain tuples.
     addresses
-        Addresses of the arguments, which are dense buffers in C order. That of a buffer without
-        elements may be 0.
+        Addresses of the arguments, which are dense buffers in C order. The address of a buffer
+        without elements may be 0.
     results
         Addresses of the result buffers.
     text

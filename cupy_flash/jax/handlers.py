@@ -129,12 +129,14 @@ class _Handler(threading.local):
         answer = functools.partial(_answer, execute, int(is_replayable))
         call = functools.partial(_called, answer)
         kind = type(cls.__name__, (cls,), {"send_or_call": staticmethod(call)})
-        handler: _Handler = threading.local.__new__(kind)
-        return handler
+        return threading.local.__new__(kind)
 
     def __init__(self, *_: Any) -> None:
-        """Prepare the handler on the main thread; called once on each thread, at its first use."""
-        if threading.current_thread() is threading.main_thread():
+        """Prepare the handler on the main thread; called once on each thread, at its first use.
+
+        `current_thread` would keep an object for each thread of XLA.
+        """
+        if threading.get_ident() == threading.main_thread().ident:
             self._prepare(type(self).send_or_call)
 
     def _prepare(self, call: Callable[[int], int | None]) -> None:

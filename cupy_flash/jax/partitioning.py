@@ -160,7 +160,7 @@ def _summed(
     shape: tuple[int, ...],
     chosen: dict[str, tuple[str, ...]],
 ) -> Any:
-    """Return a result of one device, summed over the devices that share an input with it."""
+    """Return a result of a device, summed over the devices that have the same part of an input."""
     if not static.is_backward:
         return result
     own = set(roles(static, name, shape))

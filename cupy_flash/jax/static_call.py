@@ -182,7 +182,7 @@ def _as_tuples(value: Any) -> Any:
 
 
 # User functions by token, and tokens by function. A compiled program may use a function at any
-# time, so they are kept until the process ends. Equal functions share a token.
+# time, so they are kept until the process ends. Equal functions have the same token.
 _functions: dict[str, Modification] = {}
 _tokens: dict[Modification, str] = {}
 _numbers = itertools.count()

@@ -6,7 +6,7 @@
 // it would search `cu_seqlens` three times, and each step of a search waits for memory.
 #pragma once
 
-#include "backward/packed_tiles.cuh"
+#include "scheduler/packed_tiles.cuh"
 #include "backward/params.cuh"
 
 struct alignas(16) PackedTileSlot {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "params.cuh"
-#include "backward/packed_tiles.cuh"
+#include "scheduler/packed_tiles.cuh"
 #include "score/mask.cuh"
 #include "score/softmax.cuh"
 #include "tile/element.cuh"

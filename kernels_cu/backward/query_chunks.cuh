@@ -17,7 +17,7 @@
 #pragma once
 
 #include "backward/dq/semaphore.cuh"
-#include "backward/packed_tiles.cuh"
+#include "scheduler/packed_tiles.cuh"
 #include "backward/tile_coord.cuh"
 #include "score/mask.cuh"
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "backward/packed_order.cuh"
-#include "backward/packed_tiles.cuh"
+#include "scheduler/packed_tiles.cuh"
 #include "backward/params.cuh"
 #include "scheduler/tile_coord.cuh"
 

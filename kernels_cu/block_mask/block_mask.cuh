@@ -1,5 +1,5 @@
 // Block mask: which blocks of the score matrix a mask leaves empty, partial or full. `build.cu`
-// builds it and attention kernels read it. cupy_flash/gpu/block_masks.py declares the same struct.
+// builds it and attention kernels read it. cupy_flash/gpu/block_mask_layout.py has its layout.
 #pragma once
 
 using int64 = long long;

@@ -9,7 +9,7 @@
 // this file. `BlockMaskConfig` tells whether sequences have lengths of their own (`has_seqlens`) and
 // whether they are packed (`packed`). Arrays have space for `seqlen_q` queries and `seqlen_k` keys of
 // each sequence, whatever its length is.
-#include "backward/packed_tiles.cuh"
+#include "scheduler/packed_tiles.cuh"
 #include "block_mask/bounds.cuh"
 #include "block_mask/block_mask.cuh"
 #include "score/capture.cuh"

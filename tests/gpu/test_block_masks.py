@@ -22,14 +22,16 @@ from cupy_flash.calls.gpu.block_masks import mask_text, packed_captures, ready_b
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.families.contract import QueryTileLists
 from cupy_flash.gpu import block_masks
-from cupy_flash.gpu.block_masks import (
-    BLOCK_MASK_DTYPE,
+from cupy_flash.gpu.block_mask_layout import (
     UNBOUNDED,
     BatchLayout,
     BlockMask,
-    BlockMaskKey,
     BlockMaskSpec,
     Layout,
+)
+from cupy_flash.gpu.block_masks import (
+    BLOCK_MASK_DTYPE,
+    BlockMaskKey,
     block_mask_unit,
     packed_params,
     params_dtype,

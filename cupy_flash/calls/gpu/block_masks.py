@@ -10,15 +10,12 @@ from cupy_flash.arrays.strided import address_of, as_cupy
 from cupy_flash.calls.arguments import Arguments, GradientArguments
 from cupy_flash.calls.gpu.allocate import new_torch_memory
 from cupy_flash.families import FAMILIES
+from cupy_flash.gpu.block_mask_layout import BatchLayout, BlockMaskSpec, MaskSource, block_mask_at
 from cupy_flash.gpu.block_masks import (
     NO_LENGTHS,
-    BatchLayout,
     BlockMaskKey,
-    BlockMaskSpec,
     Lengths,
-    MaskSource,
     ReadyBlockMask,
-    block_mask_at,
     build_mask,
     find_kept_mask,
 )

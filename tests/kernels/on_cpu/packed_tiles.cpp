@@ -7,7 +7,7 @@
 
 #include "cuda_on_cpu.h"
 #include "read_numbers.h"
-#include "backward/packed_tiles.cuh"
+#include "scheduler/packed_tiles.cuh"
 
 constexpr int Rows = 24;
 

@@ -11,7 +11,7 @@ from support.gpu import cupy
 from support.mods.block_mask_cuda import check_map, launched, map_of, random_spec, read_map
 
 from cupy_flash.calls.gpu.block_masks import mask_text
-from cupy_flash.gpu.block_masks import BlockMask, BlockMaskSpec, Layout
+from cupy_flash.gpu.block_mask_layout import BlockMask, BlockMaskSpec, Layout
 from cupy_flash.mods.modification import MaskMod
 
 pytestmark = pytest.mark.gpu

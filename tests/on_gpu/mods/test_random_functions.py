@@ -18,7 +18,7 @@ from support.mods.random_functions import random_function
 
 from cupy_flash import MaskMod, UnsupportedError
 from cupy_flash.calls.gpu.block_masks import mask_text
-from cupy_flash.gpu.block_masks import Layout
+from cupy_flash.gpu.block_mask_layout import Layout
 
 pytestmark = pytest.mark.gpu
 

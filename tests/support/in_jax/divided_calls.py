@@ -127,7 +127,7 @@ assert_close(found, cj.flash_attention(q, k, v))
 gradients = jax.grad(lambda *xs: (cj.flash_attention(*xs) ** 2).sum(), (0, 1, 2))
 assert_close(gradients(*(placed(x, P("x")) for x in (q, k, v))), gradients(q, k, v))
 
-# One sequence, beside caches and a bias of several, which may not be divided like it.
+# A query of one sequence with caches, or a bias, of several sequences, which are not divided.
 q, caches, new = *arrays((1, 1, 4, 8)), arrays((4, 9, 2, 8), (4, 9, 2, 8)), arrays((1, 1, 2, 8))
 
 
@@ -149,7 +149,7 @@ def biased(q, k, v, bias):
 step = jax.value_and_grad(biased, (0, 1, 2, 3))
 assert_close(jax.jit(step)(q, k, v, placed(bias, P("x"))), step(q, k, v, bias))
 
-# shard_map, with keys of a sequence that all devices of an axis share.
+# shard_map, with keys of one sequence that all devices of an axis use.
 if hasattr(jax, "shard_map"):
     q, k, v = arrays((4, 6, 4, 8), (1, 7, 4, 8), (1, 7, 4, 8))
 

@@ -14,16 +14,8 @@ import pytest
 from cupy_flash.calls.gpu.block_masks import mask_text, packed_captures, ready_block_mask
 from cupy_flash.families.contract import KERNEL_DIR
 from cupy_flash.gpu import block_masks
-from cupy_flash.gpu.block_masks import (
-    BlockMask,
-    BlockMaskKey,
-    BlockMaskSpec,
-    Layout,
-    MaskSource,
-    ReadyBlockMask,
-    config_text,
-    packed_params,
-)
+from cupy_flash.gpu.block_mask_layout import BlockMask, BlockMaskSpec, Layout, MaskSource
+from cupy_flash.gpu.block_masks import BlockMaskKey, ReadyBlockMask, config_text, packed_params
 from cupy_flash.mods.modification import MaskMod
 from support.mods.generated_cuda import COMPILER, FOLDER
 
@@ -162,7 +154,7 @@ def compiled_masks(
         pytest.skip("no g++ to compile device text with")
     texts = [mask_text(mod, dtype) for mod in mods]
     headers = ["cuda.h", *texts[0].headers, "block_mask/query_tile_lists.cuh"]
-    headers += ["backward/packed_tiles.cuh"] * builds
+    headers += ["scheduler/packed_tiles.cuh"] * builds
     unit, config = _BOUNDS + _BUILDER * builds, config_text(kind)
     source, library = folder / f"{kind}_masks.cpp", folder / f"{kind}_masks.so"
     units = [unit.format(number=n, text=text.text, config=config) for n, text in enumerate(texts)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cupy_flash.gpu.block_masks import BlockMaskSpec
+from cupy_flash.gpu.block_mask_layout import BlockMaskSpec
 from support.mods.block_mask_cuda import FoundMap, kept_pairs, of_blocks
 from support.mods.function_oracle import Oracle
 from support.mods.random_functions import Function

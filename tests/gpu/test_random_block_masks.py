@@ -11,7 +11,7 @@ from support.mods.function_runs import modification
 from support.mods.random_functions import Function, random_function
 
 from cupy_flash.calls.gpu.block_masks import mask_text
-from cupy_flash.gpu import block_masks
+from cupy_flash.gpu import block_mask_layout
 from cupy_flash.mods.modification import MaskMod
 
 COUNT, PART = 360, 12
@@ -61,5 +61,5 @@ def test_a_band_of_2_30_without_a_bound_is_found(
         ]
 
     assert not any(wrong())
-    monkeypatch.setattr(block_masks, "UNBOUNDED", 2**30)
+    monkeypatch.setattr(block_mask_layout, "UNBOUNDED", 2**30)
     assert any(wrong())

@@ -115,7 +115,8 @@ def functions_of_axes() -> dict[str, tuple[str, set[str]]]:
                 if isinstance(node, ast.FunctionDef) and node.name in cupy_flash.__all__:
                     names = {each.arg for each in (*node.args.args, *node.args.kwonlyargs)}
                     if names & {"layout", "qkv", "query"}:
-                        found[f"{path.stem}.{node.name}"] = ast.get_docstring(node) or "", names
+                        text = ast.get_docstring(node) or ""
+                        found[f"{path.parent.name}.{path.stem}.{node.name}"] = text, names
     return found
 
 
@@ -124,7 +125,7 @@ FUNCTIONS = functions_of_axes()
 
 def test_functions_of_dense_arrays_are_found() -> None:
     """There are functions for arrays of any library, for PyTorch and for JAX."""
-    names = [name.partition(".")[2] for name in FUNCTIONS]
+    names = [name.rpartition(".")[2] for name in FUNCTIONS]
     expected = {
         "attention_backward_reference": 1,
         "attention_reference": 1,

@@ -1,15 +1,4 @@
-"""Attention for PyTorch: functions on tensors, differentiable by autograd.
-
-    from cupy_flash.torch import flash_attention
-
-The functions have the arguments of the functions of the same names in `cupy_flash`. Gradients reach
-q, k, v, bias and sinks, from out and, with return_lse, from lse; numbers and lists are constants.
-`scaled_dot_product_attention` replaces PyTorch's own function. Without gradients, calls cost what
-those in `cupy_flash` do. Unsupported derivatives, such as second derivatives, raise an error.
-
-Under `torch.compile` a call becomes the operator `cupy_flash::attention` in the graph. A call with
-score_mod, mask_mod or a list among its arguments splits the graph instead.
-"""
+"""Functions of `cupy_flash.torch`: attention of tensors, differentiable by autograd."""
 
 from __future__ import annotations
 
@@ -28,20 +17,13 @@ from cupy_flash.calls.gpu import torch_autograd
 from cupy_flash.calls.scaled_dot_product import mask_name, options_of, reshaped, shapes_of
 from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
 from cupy_flash.mods.keywords import with_offsets
-from cupy_flash.torch_functions import FlashAttention, FlashAttentionWithLse
-from cupy_flash.torch_operators import fits_operator, plain_modifications
+from cupy_flash.torch.functions import FlashAttention, FlashAttentionWithLse
+from cupy_flash.torch.operators import fits_operator, plain_modifications
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from cupy_flash.mods.keywords import Modifications, PackedModifications
-
-__all__ = [
-    "flash_attention",
-    "flash_attention_qkvpacked",
-    "flash_attention_varlen",
-    "scaled_dot_product_attention",
-]
 
 
 def flash_attention(

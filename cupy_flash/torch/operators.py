@@ -13,7 +13,7 @@ from cupy_flash.arrays.strided import LAYOUTS
 from cupy_flash.arrays.torch_arrays import NO_FORWARD_MODE, has_tangent
 from cupy_flash.differentiable import WITH_GRADIENT, DifferentiableCall, dense_call, varlen_call
 from cupy_flash.mods.keywords import ARRAYS
-from cupy_flash.torch_functions import no_second_derivative, pull_back
+from cupy_flash.torch.functions import no_second_derivative, pull_back
 
 _Library: Any = library.Library
 _operators = _Library("cupy_flash", "FRAGMENT")

@@ -1,0 +1,28 @@
+"""Attention for PyTorch: functions on tensors, differentiable by autograd.
+
+    from cupy_flash.torch import flash_attention
+
+The functions have the arguments of the functions of the same names in `cupy_flash`. Gradients reach
+q, k, v, bias and sinks, from out and, with return_lse, from lse; numbers and lists are constants.
+`scaled_dot_product_attention` replaces PyTorch's own function. Without gradients, calls cost what
+those in `cupy_flash` do. Unsupported derivatives, such as second derivatives, raise an error.
+
+Under `torch.compile` a call becomes the operator `cupy_flash::attention` in the graph. A call with
+score_mod, mask_mod or a list among its arguments splits the graph instead.
+"""
+
+from __future__ import annotations
+
+from cupy_flash.torch.attention import (
+    flash_attention,
+    flash_attention_qkvpacked,
+    flash_attention_varlen,
+    scaled_dot_product_attention,
+)
+
+__all__ = [
+    "flash_attention",
+    "flash_attention_qkvpacked",
+    "flash_attention_varlen",
+    "scaled_dot_product_attention",
+]

@@ -28,7 +28,8 @@ _VERSION, _CREATE_ERROR, _GET_STREAM, _GET_ORDINAL = 32, 48, 80, 184
 _METADATA_EXTENSION = 1
 # Error code "internal" of the interface, see `absl::StatusCode`.
 _INTERNAL = 13
-_Function = ctypes.CFUNCTYPE(_Pointer, _Pointer)
+# These functions return at once. Giving up the GIL for them would let other threads take it.
+_Function = ctypes.PYFUNCTYPE(_Pointer, _Pointer)
 
 
 def _numpy_dtypes() -> dict[int, np.dtype]:

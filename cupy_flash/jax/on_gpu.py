@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from cupy_flash.arrays.jax_arrays import array_at
 from cupy_flash.arrays.kinds import host_array_on_gpu
 from cupy_flash.arrays.strided import as_cupy
+from cupy_flash.arrays.torch_arrays import external_stream
 from cupy_flash.calls.arguments import with_modifications
 from cupy_flash.calls.check import device_lengths
 from cupy_flash.calls.check.modifications import UserMods
@@ -61,6 +62,8 @@ class _Prepared(NamedTuple):
         User functions of the call.
     needs_arrays
         Whether the call reads or fills arrays by other means than its launches.
+    only_launches
+        Whether the call only enqueues its launches, for which CuPy's current stream is irrelevant.
     """
 
     static: StaticCall
@@ -70,6 +73,7 @@ class _Prepared(NamedTuple):
     arguments: Any
     user_mods: UserMods
     needs_arrays: bool
+    only_launches: bool
 
 
 _calls: dict[Any, _Prepared] = {}
@@ -85,35 +89,38 @@ _reader = functools.lru_cache(ContextReader)
 def execute(address: int) -> None:
     """Enqueue the call with the frame at this address."""
     frame = read_frame(address)
-    reader, cuda = _reader(frame.api), cupy_module().cuda
-    runtime = cuda.runtime
+    reader, runtime = _reader(frame.api), cupy_module().cuda.runtime
     stream = reader.stream(frame.context)
     before = runtime.getDevice()
     device = _device_of(frame, reader, before)
     # XLA remembers which device it made current, so it is restored.
     if device != before:
         runtime.setDevice(device)
-    is_recorded = bool(runtime.streamIsCapturing(stream))
-    allowing = relaxed_capture() if is_recorded else contextlib.nullcontext()
     try:
-        with cuda.ExternalStream(stream), allowing:
-            _execute(frame, stream, device, is_recorded)
+        _execute(frame, stream, device)
     finally:
         if device != before:
             runtime.setDevice(before)
 
 
-def _execute(frame: Frame, stream: int, device: int, is_recorded: bool) -> None:
+def _execute(frame: Frame, stream: int, device: int) -> None:
     low_bits = [x & _LOW_BITS for x in (*frame.addresses, *frame.results)]
     # The key holds all that a prepared call depends on: the results follow from the arguments.
     key = frame.text, frame.keys, device, tuning.generation(), *low_bits
     prepared = _calls.get(key)
-    if prepared is None:
-        prepared = _prepare(frame, device)
-        if len(_calls) >= _MAX_CALLS:
-            _calls.clear()
-        _calls[key] = prepared
-    _enqueue(prepared, frame, stream, device, is_recorded)
+    if prepared is not None and prepared.only_launches and not device_lengths.is_enabled:
+        # The rest takes several times as long as the launches.
+        _enqueue(prepared, frame, stream, device)
+        return
+    is_recorded = bool(cupy_module().cuda.runtime.streamIsCapturing(stream))
+    allowing = relaxed_capture() if is_recorded else contextlib.nullcontext()
+    with external_stream(stream, device), allowing:
+        if prepared is None:
+            prepared = _prepare(frame, device)
+            if len(_calls) >= _MAX_CALLS:
+                _calls.clear()
+            _calls[key] = prepared
+        _enqueue(prepared, frame, stream, device, is_recorded)
 
 
 def _device_of(frame: Frame, reader: ContextReader, current: int) -> int:
@@ -173,6 +180,11 @@ def _prepare(frame: Frame, device: int) -> _Prepared:
         name for name in names if name not in static.names and getattr(record, name) is not None
     ]
     after = [*static.names, *captured]
+    needs_arrays = bool(call.cleared if static.is_backward else call.fills_results)
+    needs_memory = _workspace_bytes(static, call) > (static.scratch or 0)
+    only_launches = not (
+        needs_arrays or needs_memory or static.appended or user_mods.mask_mod is not None
+    )
     return _Prepared(
         static,
         call,
@@ -180,8 +192,15 @@ def _prepare(frame: Frame, device: int) -> _Prepared:
         [as_cupy(getattr(record, name)).data.ptr for name in captured],
         record,
         user_mods,
-        bool(call.cleared if static.is_backward else call.fills_results),
+        needs_arrays,
+        only_launches,
     )
+
+
+def _workspace_bytes(static: StaticCall, call: Any) -> int:
+    """Return the bytes of workspace that a prepared call needs."""
+    needed: int = call.workspace if static.is_backward else call.scratch_bytes
+    return needed
 
 
 def _operation(static: StaticCall) -> Operation:
@@ -230,9 +249,9 @@ def _on_device(token: str, device: int) -> Any:
 
 
 def _enqueue(
-    prepared: _Prepared, frame: Frame, stream: int, device: int, is_recorded: bool
+    prepared: _Prepared, frame: Frame, stream: int, device: int, is_recorded: bool = False
 ) -> None:
-    static, call, places, captured, arguments, user_mods, needs_arrays = prepared
+    static, call, places, captured, arguments, user_mods, needs_arrays, _ = prepared
     made, count = frame.results, len(static.results)
     given = frame.addresses
     if static.appended:
@@ -246,7 +265,7 @@ def _enqueue(
         check = _operation(static).check
         if device_lengths.is_enabled and check is not None:
             device_lengths.check(arguments, options, static.keys, check)
-    needed = call.workspace if static.is_backward else call.scratch_bytes
+    needed = _workspace_bytes(static, call)
     # `_memory` is referenced until the launches are enqueued; then the pool may reuse it.
     _memory, scratch = None, made[count] if static.scratch else 0
     if needed > (static.scratch or 0):
@@ -258,7 +277,7 @@ def _enqueue(
     else:
         out, lse, *_ = made
         memory = forward.Placed((results[0], results[1]), (out, lse), scratch)
-        call.run(arguments, addresses, static.keys, user_mods, placed=memory)
+        call.run(arguments, addresses, static.keys, user_mods, stream, memory)
 
 
 def _workspace(size: int, results: list[int], device: int, is_recorded: bool) -> Any:

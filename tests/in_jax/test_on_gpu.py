@@ -132,6 +132,19 @@ def test_a_call_is_prepared_once_and_launched_on_the_programs_memory(
         assert bool(gpu.compiled) == (stream == STREAM)
 
 
+def test_a_prepared_call_does_not_look_at_cupys_streams(
+    gpu: Any, xla: FakeXla, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entering a stream and asking for captures takes longer than the launch."""
+    frame = xla.frame(*dense(gpu, causal=True))
+    on_gpu.execute(frame)
+    for name in ("external_stream", "relaxed_capture"):
+        monkeypatch.delattr(on_gpu, name)
+    monkeypatch.delattr(sys.modules["cupy"].cuda.runtime, "streamIsCapturing")
+    on_gpu.execute(frame)
+    assert gpu.streams == [STREAM] * 2
+
+
 def test_other_shapes_dtypes_and_alignments_are_other_calls(gpu: Any, xla: FakeXla) -> None:
     static, arguments, results = dense(gpu)
     q, *others = arguments

@@ -116,7 +116,9 @@ class Call:
         if stream is None:
             # Passing the device saves CuPy the look-up of the current device.
             stream = cupy_module().cuda.get_current_stream(self.device).ptr
-        queue = None if self.uses_torch else shared(0, self.device, stream)
+        # The order of launches that the queue keeps matters for memory from CuPy's pool only.
+        has_queue = not self.uses_torch and placed is None
+        queue = shared(0, self.device, stream) if has_queue else None
         if placed is None:
             arrays, new_addresses = self.allocate()
             # `_memory` is referenced until the launches are enqueued; then the pool may reuse it.

@@ -163,7 +163,8 @@ class Call:
             return out, lse
         if stream is None:
             stream = cupy_module().cuda.get_current_stream(self.device).ptr
-        has_queue = self.counters or self.scratch
+        # The order of launches that the queue keeps matters for memory from CuPy's pool only.
+        has_queue = self.counters or (self.scratch and placed is None)
         result = None if placed is None else out_address
         queue = shared(self.counters, self.device, stream, result) if has_queue else None
         if placed is None:

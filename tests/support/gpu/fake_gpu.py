@@ -230,6 +230,7 @@ class FakeGpu:
         self.compiled: list[str] = []  # titles of translation units whose kernels were requested
         self.counters: list[int] = []
         self.results: list[int | None] = []  # `result` of each request for counters
+        self.counter_streams: list[int] = []  # stream of each request
         # Memory to which the struct of a launch is written, and the arguments that refer to it.
         self.arguments = FakeArguments(bytearray(MAX_BYTES))
         self.device = self.stream = 0  # the current device, and the handle of the current stream
@@ -263,13 +264,6 @@ class FakeGpu:
         self.device = device
         self.devices.append(device)
 
-    @contextlib.contextmanager
-    def external_stream(self, handle: int) -> Iterator[None]:
-        """Make a stream current within the context."""
-        before, self.stream = self.stream, handle
-        yield
-        self.stream = before
-
     def alloc(self, size: int) -> FakeMemory:
         assert not self.refuses
         self.allocations.append((self.address(), size))
@@ -293,7 +287,8 @@ class FakeGpu:
         return self.array(*array.shape, dtype=array.dtype, device=self.device)
 
     def shared(self, count: int, device: int, stream: int, result: int | None = None) -> Shared:
-        assert (device, stream) == (self.device, self.stream)
+        assert device == self.device
+        self.counter_streams.append(stream)
         if count:
             self.counters.append(count)
             self.results.append(result)
@@ -315,6 +310,7 @@ class FakeGpu:
         ) -> None:
             assert min(*grid, *block) > 0
             self.streams.append(self.stream if stream is None else stream)
+            assert self.counter_streams[-1:] in ([], self.streams[-1:])
             *maps, memory = arguments
             self.structs.append(bytes(memory))
             if is_of_maps:
@@ -383,7 +379,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         get_current_stream=lambda device=0: SimpleNamespace(ptr=gpu.stream),
         Event=lambda disable_timing: SimpleNamespace(ptr=0xE0),
         Stream=_Stream,
-        ExternalStream=gpu.external_stream,
         UnownedMemory=_Unowned,
         MemoryPointer=lambda memory, offset: memory,
     )

@@ -10,6 +10,7 @@ import numpy as np
 
 from cupy_flash.arrays.kinds import elements, host_array_on_gpu, unshared
 from cupy_flash.differentiable import WITH_GRADIENT, DifferentiableCall
+from cupy_flash.gpu.environment import cupy_module
 from cupy_flash.jax import traced
 from cupy_flash.jax.static_call import StaticCall, function_tokens
 from cupy_flash.jax.versions import with_common_axes
@@ -36,8 +37,9 @@ def attention(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, A
     def run(*arrays: Any) -> tuple[Any, Any]:
         given = call.with_constants(dict(zip(constants, arrays[count:], strict=True)))
         if _have_values(arrays):
-            given, placed = _on_device(given, arrays[:count])
-            results: tuple[Any, Any] = given.run(placed)
+            results: tuple[Any, Any] = _computed(
+                given, arrays[:count], lambda call, placed: call.run(placed)
+            )
             return results
         made = _traced(given, dict(zip(call.names, arrays, strict=False)), given.options)
         return made["out"], made["lse"]
@@ -62,8 +64,12 @@ def attention(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, A
             # JAX creates the zero gradient of an unused result on its default device.
             (device,) = results[0].devices()
             dout, dlse = jax.device_put((dout, dlse), device)
-            placed, inputs = _on_device(given, arrays[:count])
-            made = dict(zip(wrt, placed.pull_back(inputs, results, (dout, dlse), wrt), strict=True))
+            new = _computed(
+                given,
+                arrays[:count],
+                lambda call, placed: call.pull_back(placed, results, (dout, dlse), wrt),
+            )
+            made = dict(zip(wrt, new, strict=True))
         else:
             of_results = zip(("out", "lse"), results, strict=True)
             of_gradients = {"dout": dout, "dlse": dlse}
@@ -194,10 +200,16 @@ def _with_arrays(call: DifferentiableCall, change: Callable[[str, Any], Any]) ->
     return call._replace(lengths=lengths, modifications=modifications, constants=constants)
 
 
-def _on_device(
-    call: DifferentiableCall, inputs: tuple[Any, ...]
-) -> tuple[DifferentiableCall, tuple[Any, ...]]:
-    """Return the call and its inputs with NumPy arrays copied to the device of the JAX arrays."""
+def _computed(
+    call: DifferentiableCall,
+    inputs: tuple[Any, ...],
+    compute: Callable[[DifferentiableCall, tuple[Any, ...]], Any],
+) -> Any:
+    """Return `compute(call, inputs)` with NumPy arrays copied to the device of the JAX arrays.
+
+    That device is CuPy's current device meanwhile: JAX chooses a device by its arrays, not by the
+    current device.
+    """
     places = (array.devices() for array in inputs if isinstance(array, jax.Array))
     # If all inputs are NumPy arrays, None selects JAX's default device.
     (device, *_) = next(places, (None,))
@@ -208,6 +220,8 @@ def _on_device(
     )
     (device, *_) = inputs[0].devices()
     if device.platform != "gpu":
-        return call, inputs
-    # Host arrays of the call become CuPy arrays: JAX would narrow a uint64 tree_mask to uint32.
-    return _with_arrays(call.with_captures(host_array_on_gpu), host_array_on_gpu), inputs
+        return compute(call, inputs)
+    with cupy_module().cuda.Device(device.local_hardware_id):
+        # Host arrays of the call become CuPy arrays: JAX would narrow a uint64 tree_mask to uint32.
+        call = _with_arrays(call.with_captures(host_array_on_gpu), host_array_on_gpu)
+        return compute(call, inputs)

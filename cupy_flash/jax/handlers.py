@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from cupy_flash.jax.frames import answer_metadata, new_error
+from cupy_flash.jax.frames import answer_metadata, api_of, new_error
 from cupy_flash.jax.versions import ffi
 
 _Pointer = ctypes.c_void_p
@@ -61,8 +61,7 @@ _api = 0
 def _answer(execute: Execute, traits: int, address: int) -> None:
     """Answer a frame, which is a query for metadata or a call."""
     global _api
-    api = ctypes.c_int64.from_address(address + 16).value
-    _api = api or _api
+    _api = api_of(address) or _api
     if not answer_metadata(address, traits):
         execute(address)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from typing import Any
 
 import numpy as np
@@ -56,19 +57,16 @@ def _call_of(static: StaticCall, arrays: dict[str, Any]) -> tuple[Any, dict[str,
     return record, modifications | {name: function_of(token) for name, token in static.functions}
 
 
-def _arrays(keys: tuple[tuple[int, bytes], ...], addresses: list[int]) -> list[np.ndarray]:
+def _arrays(
+    keys: tuple[tuple[int, tuple[int, ...]], ...], addresses: list[int]
+) -> list[np.ndarray]:
     return [_array(BufferKey(*key), at) for key, at in zip(keys, addresses, strict=True)]
 
 
 def _array(key: BufferKey, address: int) -> np.ndarray:
-    shape, dtype = _shape_and_dtype(key)
-    size = int(np.prod(shape)) * dtype.itemsize
+    shape, dtype = key.shape, key.numpy_dtype
+    size = math.prod(shape) * dtype.itemsize
     if not size:
         return np.empty(shape, dtype)
     memory: Any = (ctypes.c_char * size).from_address(address)
     return np.ndarray(shape, dtype, memory)
-
-
-@functools.lru_cache(maxsize=4096)
-def _shape_and_dtype(key: BufferKey) -> tuple[tuple[int, ...], np.dtype]:
-    return key.shape, key.numpy_dtype

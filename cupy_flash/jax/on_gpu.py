@@ -48,6 +48,9 @@ class _Prepared(NamedTuple):
     ----------
     static
         Call without arrays.
+    is_backward, keys, result_count
+        Properties of `static` that take long to read: whether it is a backward call, `keys`, and
+        the number of results without the workspace.
     call
         Prepared call, see `prepared_calls`.
     places
@@ -56,8 +59,8 @@ class _Prepared(NamedTuple):
     captured
         Addresses of captured arrays.
     arguments
-        Record of the arrays with which the call was prepared. All but captured arrays may have been
-        freed.
+        Record of the arrays with which the call was prepared, which keeps captured arrays alive.
+        All other arrays may have been freed.
     user_mods
         User functions of the call.
     needs_arrays
@@ -67,6 +70,9 @@ class _Prepared(NamedTuple):
     """
 
     static: StaticCall
+    is_backward: bool
+    keys: int
+    result_count: int
     call: Any
     places: tuple[int, ...]
     captured: list[int]
@@ -74,6 +80,10 @@ class _Prepared(NamedTuple):
     user_mods: UserMods
     needs_arrays: bool
     only_launches: bool
+
+    def scratch(self, made: list[int]) -> int:
+        """Return the address of the program's workspace among those of the results, or 0."""
+        return made[self.result_count] if len(made) > self.result_count else 0
 
 
 _calls: dict[Any, _Prepared] = {}
@@ -109,8 +119,11 @@ def _execute(frame: Frame, stream: int, device: int) -> None:
     key = frame.text, frame.keys, device, tuning.generation(), *low_bits
     prepared = _calls.get(key)
     if prepared is not None and prepared.only_launches and not device_lengths.is_enabled:
-        # The rest takes several times as long as the launches.
-        _enqueue(prepared, frame, stream, device)
+        # The rest takes longer than the launches.
+        given, made = frame.addresses, frame.results
+        results: list[Any] = [None] * prepared.result_count
+        scratch = prepared.scratch(made)
+        _launch(prepared, given, made, scratch, stream, prepared.arguments, results)
         return
     is_recorded = bool(cupy_module().cuda.runtime.streamIsCapturing(stream))
     allowing = relaxed_capture() if is_recorded else contextlib.nullcontext()
@@ -187,6 +200,9 @@ def _prepare(frame: Frame, device: int) -> _Prepared:
     )
     return _Prepared(
         static,
+        static.is_backward,
+        static.keys,
+        len(static.results),
         call,
         tuple(after.index(name) if name in after else len(after) for name in names),
         [as_cupy(getattr(record, name)).data.ptr for name in captured],
@@ -249,17 +265,14 @@ def _on_device(token: str, device: int) -> Any:
 
 
 def _enqueue(
-    prepared: _Prepared, frame: Frame, stream: int, device: int, is_recorded: bool = False
+    prepared: _Prepared, frame: Frame, stream: int, device: int, is_recorded: bool
 ) -> None:
-    static, call, places, captured, arguments, user_mods, needs_arrays, _ = prepared
-    made, count = frame.results, len(static.results)
-    given = frame.addresses
-    if static.appended:
-        given = _with_updated(static, frame, stream)
-    found = [*given, *captured, 0]
-    addresses = tuple([found[place] for place in places])
+    """Do all that a prepared call needs, with CuPy's current stream being `stream`."""
+    static, call, arguments = prepared.static, prepared.call, prepared.arguments
+    made, count = frame.results, prepared.result_count
+    given = _with_updated(static, frame, stream) if static.appended else frame.addresses
     results: list[Any] = [None] * count
-    if needs_arrays or device_lengths.is_enabled:
+    if prepared.needs_arrays or device_lengths.is_enabled:
         arguments, options, _, by_name = _arrays(static, frame, device)
         results = [by_name[name] for name in static.results]
         check = _operation(static).check
@@ -267,17 +280,33 @@ def _enqueue(
             device_lengths.check(arguments, options, static.keys, check)
     needed = _workspace_bytes(static, call)
     # `_memory` is referenced until the launches are enqueued; then the pool may reuse it.
-    _memory, scratch = None, made[count] if static.scratch else 0
+    _memory, scratch = None, prepared.scratch(made)
     if needed > (static.scratch or 0):
         _memory = _workspace(needed, made[:count], device, is_recorded)
         scratch = _memory.ptr
-    if static.is_backward:
-        placed = backward.Placed(results, [*made[:count], scratch])
-        call.run(arguments, addresses, 0, user_mods, stream, placed)
+    _launch(prepared, given, made, scratch, stream, arguments, results)
+
+
+def _launch(
+    prepared: _Prepared,
+    given: list[int],
+    made: list[int],
+    scratch: int,
+    stream: int,
+    arguments: Any,
+    results: list[Any],
+) -> None:
+    """Enqueue the launches, given the addresses of arguments, results and workspace."""
+    call, user_mods = prepared.call, prepared.user_mods
+    found = [*given, *prepared.captured, 0]
+    addresses = tuple([found[place] for place in prepared.places])
+    if prepared.is_backward:
+        of_gradients = backward.Placed(results, [*made[: prepared.result_count], scratch])
+        call.run(arguments, addresses, 0, user_mods, stream, of_gradients)
     else:
         out, lse, *_ = made
-        memory = forward.Placed((results[0], results[1]), (out, lse), scratch)
-        call.run(arguments, addresses, static.keys, user_mods, stream, memory)
+        placed = forward.Placed((results[0], results[1]), (out, lse), scratch)
+        call.run(arguments, addresses, prepared.keys, user_mods, stream, placed)
 
 
 def _workspace(size: int, results: list[int], device: int, is_recorded: bool) -> Any:

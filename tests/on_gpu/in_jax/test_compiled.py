@@ -169,9 +169,12 @@ def test_functions_of_scores_read_arrays_on_the_gpu(rng: np.random.Generator) ->
     }
 
     def loss(q: Any) -> Any:
-        return cj.flash_attention(q, k, v, **options).astype(np.float32).sum()
+        out = cj.flash_attention(q, k, v, **options)
+        # The sum itself depends on the order in which XLA adds.
+        return out.astype(np.float32).sum(), out
 
-    assert_equal(jax.jit(jax.value_and_grad(loss))(q), jax.value_and_grad(loss)(q))
+    step = jax.grad(loss, has_aux=True)
+    assert_equal(jax.jit(step)(q), step(q))
 
 
 def test_errors_of_a_handler_are_those_of_the_computation(rng: np.random.Generator) -> None:

@@ -3,7 +3,8 @@
 Kernels leave their counters zero. So one block of counters serves all launches of a stream, which
 run one after another. A captured launch may later run concurrently with others, so it keeps its own
 counters permanently. A capture may be unable to allocate, so these counters come from a reserve,
-which calls outside of captures refill.
+which calls outside of captures refill. Launches that write the same memory never run concurrently,
+so a library that captures a graph again and again, and tells this memory, gets the same counters.
 
 If a stream is destroyed while its kernels run, a new stream may get its handle. The unique ids that
 CUDA gives to streams reveal this. Each launch is followed by an event, and the new stream waits for
@@ -105,6 +106,9 @@ _queues: dict[tuple[int, int], Any] = {}
 # Counters of the per-thread default streams of threads that ended, by device.
 _ended: dict[int, list[_Queue]] = {}
 _reserves: dict[int, _Zeros] = {}
+# Addresses of the counters of captured launches, by device, number of words and `result` of
+# `shared`.
+_of_results: dict[tuple[int, int, int], int] = {}
 # All memory that was ever allocated: kernels may still use a block that was replaced by a larger.
 _kept: list[Any] = []
 _lock = threading.Lock()
@@ -120,7 +124,7 @@ class _ThreadQueues(dict[int, _Queue]):
             ended.setdefault(device, []).append(queue)
 
 
-def shared(count: int, device: int, stream: int) -> Shared:
+def shared(count: int, device: int, stream: int, result: int | None = None) -> Shared:
     """Return counters for the next launch on a stream, at least `count` zeroed words.
 
     Call this before memory from CuPy's pool is used, which launches of a stream reuse as well.
@@ -131,6 +135,9 @@ def shared(count: int, device: int, stream: int) -> Shared:
         Number of 32-bit words that no other running kernel uses; may be 0.
     device, stream
         Index of the current device, and handle of the current stream.
+    result
+        Address of memory that the kernels write. Captured launches with the same `result` share
+        their counters. None if the address does not identify launches that run one after another.
 
     Returns
     -------
@@ -150,7 +157,7 @@ def shared(count: int, device: int, stream: int) -> Shared:
             (device, stream), _LegacyQueue()
         )
     elif _cuda().runtime.streamIsCapturing(stream):
-        return Shared(_captured(device, count) if count else 0)
+        return Shared(_captured(device, count, result) if count else 0)
     elif stream == _PER_THREAD_STREAM:
         queue = _queue_of_thread(device)
     else:
@@ -233,13 +240,19 @@ def _refill(device: int, count: int) -> None:
             _reserves[device] = _zeros(max(_RESERVE_WORDS, 2 * _ready(count)))
 
 
-def _captured(device: int, count: int) -> int:
+def _captured(device: int, count: int, result: int | None) -> int:
     words = _lines(count)
     with _lock:
+        known = None if result is None else _of_results.get((device, words, result))
+        if known is not None:
+            return known
         reserve = _reserves.get(device)
         if reserve is None or reserve.words - reserve.used < words:
             reserve = _reserves[device] = _zeros(max(_RESERVE_WORDS, words))
-        return reserve.take(words)
+        address = reserve.take(words)
+        if result is not None:
+            _of_results[device, words, result] = address
+        return address
 
 
 def _lines(count: int) -> int:

@@ -1,11 +1,17 @@
 """Handler of traced calls on JAX's CUDA platform: the launches of prepared calls on XLA's stream.
 
 A call that was prepared only enqueues launches. Its results and workspace are memory of the
-program, unless the program was traced where there is no GPU: then CuPy allocates the workspace.
+program, unless the program was traced where there is no GPU, or a GPU whose plan needs less: then
+CuPy allocates the workspace.
+
+XLA may record (capture) the launches of a replayable call in a command buffer, even at the first
+call: of a branch that was not taken before, or on another GPU. So preparing a call works during a
+recording, and all memory whose address was recorded is kept until the process ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from typing import Any, NamedTuple
@@ -21,9 +27,11 @@ from cupy_flash.calls.gpu import backward, forward, prepared_calls
 from cupy_flash.calls.gpu.prepared_calls import Operation
 from cupy_flash.calls.options import Options
 from cupy_flash.errors import UnsupportedError
+from cupy_flash.gpu.driver import relaxed_capture
 from cupy_flash.gpu.environment import cupy_module, current_device
 from cupy_flash.jax.frames import BufferKey, ContextReader, Frame, read_frame
 from cupy_flash.jax.static_call import SCRATCH, StaticCall, function_of, parsed
+from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.arrays import MAX_ALIGNMENT
 
@@ -47,8 +55,8 @@ class _Prepared(NamedTuple):
     captured
         Addresses of captured arrays.
     arguments
-        Record of the arrays with which the call was prepared, which keeps captured arrays alive.
-        All other arrays may have been freed.
+        Record of the arrays with which the call was prepared. All but captured arrays may have been
+        freed.
     user_mods
         User functions of the call.
     needs_arrays
@@ -65,6 +73,11 @@ class _Prepared(NamedTuple):
 
 
 _calls: dict[Any, _Prepared] = {}
+# User functions with captured arrays on a device, by token and device. Replays read the arrays.
+_functions: dict[tuple[str, int], Any] = {}
+# Workspaces of recorded launches whose programs have none that suffices, by device, size and
+# addresses of results. Launches that write the same results never run concurrently.
+_workspaces: dict[tuple[int, ...], Any] = {}
 _parsed = functools.lru_cache(maxsize=1024)(parsed)
 _reader = functools.lru_cache(ContextReader)
 
@@ -81,24 +94,26 @@ def execute(address: int) -> None:
     if device != before:
         runtime.setDevice(device)
     try:
-        with cuda.ExternalStream(stream):
-            _execute(frame, stream, device)
+        is_recorded = bool(runtime.streamIsCapturing(stream))
+        allowing = relaxed_capture() if is_recorded else contextlib.nullcontext()
+        with cuda.ExternalStream(stream), allowing:
+            _execute(frame, stream, device, is_recorded)
     finally:
         if device != before:
             runtime.setDevice(before)
 
 
-def _execute(frame: Frame, stream: int, device: int) -> None:
+def _execute(frame: Frame, stream: int, device: int, is_recorded: bool) -> None:
     low_bits = [x & _LOW_BITS for x in (*frame.addresses, *frame.results)]
     # The key holds all that a prepared call depends on: the results follow from the arguments.
-    key = frame.text, frame.keys, device, *low_bits
+    key = frame.text, frame.keys, device, tuning.generation(), *low_bits
     prepared = _calls.get(key)
     if prepared is None:
         prepared = _prepare(frame, device)
         if len(_calls) >= _MAX_CALLS:
             _calls.clear()
         _calls[key] = prepared
-    _enqueue(prepared, frame, stream, device)
+    _enqueue(prepared, frame, stream, device, is_recorded)
 
 
 def _device_of(frame: Frame, reader: ContextReader, current: int) -> int:
@@ -200,14 +215,23 @@ def _spec(static: StaticCall, name: str, key: BufferKey) -> tuple[tuple[int, ...
     return static.seen(name, key.shape, key.numpy_dtype)
 
 
-@functools.lru_cache(maxsize=256)
 def _on_device(token: str, device: int) -> Any:
     """Return the user function with a token, with its captured arrays on the current device."""
-    del device  # part of the cache's key
-    return function_of(token).with_arrays(host_array_on_gpu)
+    function = _functions.get((token, device))
+    if function is None:
+        # The copies must not be recorded, and must have ended before launches on any stream.
+        stream = cupy_module().cuda.Stream(non_blocking=True)
+        with stream:
+            copied = function_of(token).with_arrays(host_array_on_gpu)
+        stream.synchronize()
+        # Another thread may have copied the arrays meanwhile.
+        function = _functions.setdefault((token, device), copied)
+    return function
 
 
-def _enqueue(prepared: _Prepared, frame: Frame, stream: int, device: int) -> None:
+def _enqueue(
+    prepared: _Prepared, frame: Frame, stream: int, device: int, is_recorded: bool
+) -> None:
     static, call, places, captured, arguments, user_mods, needs_arrays = prepared
     made, count = frame.results, len(static.results)
     given = frame.addresses
@@ -226,7 +250,7 @@ def _enqueue(prepared: _Prepared, frame: Frame, stream: int, device: int) -> Non
     # `_memory` is referenced until the launches are enqueued; then the pool may reuse it.
     _memory, scratch = None, made[count] if static.scratch else 0
     if needed > (static.scratch or 0):
-        _memory = cupy_module().cuda.alloc(needed)
+        _memory = _workspace(needed, made[:count], device, is_recorded)
         scratch = _memory.ptr
     if static.is_backward:
         placed = backward.Placed(results, [*made[:count], scratch])
@@ -235,6 +259,16 @@ def _enqueue(prepared: _Prepared, frame: Frame, stream: int, device: int) -> Non
         out, lse, *_ = made
         memory = forward.Placed((results[0], results[1]), (out, lse), scratch)
         call.run(arguments, addresses, static.keys, user_mods, placed=memory)
+
+
+def _workspace(size: int, results: list[int], device: int, is_recorded: bool) -> Any:
+    """Return memory on the current device for launches with results at these addresses."""
+    cuda = cupy_module().cuda
+    if not is_recorded:
+        return cuda.alloc(size)
+    key = device, size, *results
+    # Not from CuPy's pool, which reuses memory once the launches are enqueued: replays run later.
+    return _workspaces.get(key) or _workspaces.setdefault(key, cuda.memory.Memory(size))
 
 
 def _with_updated(static: StaticCall, frame: Frame, stream: int) -> list[int]:

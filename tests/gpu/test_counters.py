@@ -89,7 +89,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     monkeypatch.setattr(counters, "_cuda", lambda: fake)
     monkeypatch.setattr(counters, "driver_function", lambda name: getattr(fake, name))
     monkeypatch.setattr(counters, "_thread", threading.local())
-    for name, empty in (("_queues", {}), ("_reserves", {}), ("_kept", [])):
+    for name, empty in (("_queues", {}), ("_reserves", {}), ("_of_results", {}), ("_kept", [])):
         monkeypatch.setattr(counters, name, empty)
     counters._ended.clear()
     yield fake
@@ -228,6 +228,19 @@ def test_each_captured_launch_has_words_of_its_own(cuda):
     taken = [(running, 113), *((address, 113) for address in captured)]
     assert all(cuda.holds_zeros(*words) for words in taken)
     assert not any(ranges_overlap(a, b) for i, a in enumerate(taken) for b in taken[i + 1 :])
+
+
+def test_a_graph_that_is_captured_again_keeps_its_words(cuda):
+    cuda.capturing.add(OWN)
+    first, again, other, longer = (
+        counters.shared(count, 0, OWN, result).address
+        for count, result in ((113, 0x100), (113, 0x100), (113, 0x200), (300, 0x100))
+    )
+    assert first == again
+    assert len({first, other, longer, zeroed(113)}) == 4
+    cuda.capturing.clear()
+    # Other launches run on a stream, whatever they write.
+    assert counters.shared(113, 0, OWN, 0x100).address == zeroed(113) != first
 
 
 def test_captured_launches_do_not_share_a_cache_line(cuda):

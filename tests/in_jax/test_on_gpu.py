@@ -19,6 +19,7 @@ from cupy_flash.calls.options import Options  # noqa: E402
 from cupy_flash.jax import on_gpu  # noqa: E402
 from cupy_flash.jax.frames import DTYPES  # noqa: E402
 from cupy_flash.jax.static_call import StaticCall, token_of  # noqa: E402
+from cupy_flash.planning import tuning  # noqa: E402
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 STREAM, DEVICE, CONTEXT = 0x57E, 1, 0xC0
@@ -87,8 +88,10 @@ class FakeXla:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     made = fake_gpu.install(monkeypatch)
-    monkeypatch.setattr(on_gpu, "_calls", {})
+    for kept in ("_calls", "_functions", "_workspaces"):
+        monkeypatch.setattr(on_gpu, kept, {})
     monkeypatch.setattr(on_gpu, "cupy_module", lambda: sys.modules["cupy"])
+    monkeypatch.setattr(on_gpu, "relaxed_capture", made.relaxed_capture)
     for cached in (on_gpu._reader, on_gpu._device_count):
         cached.cache_clear()
     return made
@@ -208,15 +211,73 @@ def test_caches_that_are_not_donated_are_copied_first(
     assert attention["seqused_k"] == lengths.address
 
 
-def test_captured_arrays_are_copied_to_the_device_once(gpu: Any, xla: FakeXla) -> None:
+def with_table(static: StaticCall) -> StaticCall:
+    """Return the call with a function that captures an array."""
     table = np.arange(6, dtype=np.float32)
     mod = ScoreMod(lambda score, h: score * table[h])
+    return static._replace(functions=(("score_mod", token_of(mod)),))
+
+
+def test_captured_arrays_are_copied_to_the_device_once(
+    gpu: Any, xla: FakeXla, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recorded launches refer to the copies, however many other calls there were since."""
+    monkeypatch.setattr(on_gpu, "_MAX_CALLS", 1)
     static, arguments, results = dense(gpu)
-    static = static._replace(functions=(("score_mod", token_of(mod)),))
-    for _ in range(2):
-        on_gpu.execute(xla.frame(static, arguments, results))
+    with_copy = with_table(static)
+    structs = []
+    for call in (with_copy, static, with_copy):
+        on_gpu.execute(xla.frame(call, arguments, results))
+        structs.append(list(gpu.structs))
+        gpu.structs.clear()
+        # More functions than a program has.
+        for number in range(300):
+            on_gpu._on_device(token_of(ScoreMod(lambda score, n=number: score * n)), DEVICE)
     assert len(gpu.uploads) == 1
-    assert gpu.structs[0] == gpu.structs[1]
+    assert structs[0] == structs[2]
+
+
+def test_a_call_is_prepared_while_it_is_recorded(gpu: Any, xla: FakeXla) -> None:
+    static, arguments, results = dense(gpu)
+    gpu.captures = gpu.refuses = True
+    on_gpu.execute(xla.frame(with_table(static), arguments, results))
+    assert gpu.refuses
+    assert set(gpu.streams) == {STREAM}
+    # The copy of the captured array is not recorded, and has ended.
+    assert len(gpu.compiled) == len(gpu.uploads) == 1
+    assert gpu.upload_streams == gpu.waited != [STREAM]
+
+
+def test_recorded_launches_keep_their_workspace(gpu: Any, xla: FakeXla) -> None:
+    """The workspace of the program may be too small, if it was traced for another GPU."""
+    static = StaticCall(("q", "k", "v"), Options(return_lse=True))
+    q, k, v = (Array(gpu.address(), (1, n, 2, 128)) for n in (1, 20_000, 20_000))
+    results = [Array(gpu.address(), q.shape), Array(gpu.address(), (1, 2, 1), np.float32)]
+    on_gpu.execute(xla.frame(static, [q, k, v], results))
+    ((_, size),) = gpu.allocations
+    gpu.captures = gpu.refuses = True
+    scratch = Array(gpu.address(), (1,), np.uint8)
+    recorded = static._replace(scratch=1)
+    # XLA records again if an address has changed.
+    others = [x._replace(address=gpu.address()) for x in results]
+    found = []
+    for q_again, made in ((q, results), (q._replace(address=gpu.address()), results), (q, others)):
+        gpu.forget()
+        on_gpu.execute(xla.frame(recorded, [q_again, k, v], [*made, scratch]))
+        assert gpu.results == [made[0].address]
+        assert gpu.allocations == []
+        found.append([n for _, n in gpu.permanent_allocations])
+        assert_hold(gpu.structs, *(memory.ptr for memory in list(on_gpu._workspaces.values())[-1:]))
+    assert found == [[size], [], [size]]
+
+
+def test_a_call_is_prepared_again_if_tiles_were_tuned(gpu: Any, xla: FakeXla) -> None:
+    frame = xla.frame(*dense(gpu))
+    for prepared in (1, 1, 2):
+        on_gpu.execute(frame)
+        assert len(gpu.compiled) == prepared
+        if len(gpu.launches) == 2:
+            tuning.reload()
 
 
 def test_a_program_of_another_process_names_its_functions_in_vain(gpu: Any, xla: FakeXla) -> None:

@@ -61,7 +61,7 @@ class Placed(NamedTuple):
     results
         Arrays of out and lse. They may be None unless `Call.fills_results`.
     addresses
-        Addresses of out and lse.
+        Addresses of out and lse. Captured launches with the same out never run concurrently.
     scratch
         Address of at least `Call.scratch_bytes` bytes.
     """
@@ -162,8 +162,8 @@ class Call:
             return out, lse
         if stream is None:
             stream = cupy_module().cuda.get_current_stream(self.device).ptr
-        has_queue = self.counters or self.scratch
-        queue = shared(self.counters, self.device, stream) if has_queue else None
+        has_queue, result = self.counters or self.scratch, placed and out_address
+        queue = shared(self.counters, self.device, stream, result) if has_queue else None
         if placed is None:
             # `_memory` is referenced until the launches are enqueued; then the pool may reuse it.
             _memory, scratch = self.scratch() if self.scratch else (None, 0)

@@ -226,14 +226,19 @@ class FakeGpu:
         self.maps: list[tuple[tuple[TensorMapSpec, ...], tuple[int, ...]]] = []
         # Address and size in bytes of each allocation: the results of a call, then its workspace.
         self.allocations: list[tuple[int, int]] = []
+        self.permanent_allocations: list[tuple[int, int]] = []  # the same of `permanent`
         self.compiled: list[str] = []  # titles of translation units whose kernels were requested
         self.counters: list[int] = []
+        self.results: list[int | None] = []  # `result` of each request for counters
         # Memory to which the struct of a launch is written, and the arguments that refer to it.
         self.arguments = FakeArguments(bytearray(MAX_BYTES))
         self.device = self.stream = 0  # the current device, and the handle of the current stream
         self.captures = False  # whether the current stream captures a graph
+        self.refuses = False  # whether CUDA refuses to allocate memory and load kernels
         self.order: list[tuple[int, int]] = []  # a stream that waits, and the one it waits for
         self.uploads: list[np.ndarray] = []  # arrays that were copied from host memory
+        self.upload_streams: list[int] = []  # handle of the stream of each of these copies
+        self.waited: list[int] = []  # handles of streams that the host has waited for
         self.devices: list[int] = []  # devices that were made current
         self.copies: list[tuple[int, ...]] = []  # target, source, size and stream of each copy
         self._next = _FIRST
@@ -266,20 +271,36 @@ class FakeGpu:
         self.stream = before
 
     def alloc(self, size: int) -> FakeMemory:
+        assert not self.refuses
         self.allocations.append((self.address(), size))
         return FakeMemory(self.allocations[-1][0])
 
+    def permanent(self, size: int) -> FakeMemory:
+        """Allocate memory that CuPy's pool does not manage."""
+        assert not self.refuses
+        self.permanent_allocations.append((self.address(), size))
+        return FakeMemory(self.permanent_allocations[-1][0])
+
+    @contextlib.contextmanager
+    def relaxed_capture(self) -> Iterator[None]:
+        before, self.refuses = self.refuses, False
+        yield
+        self.refuses = before
+
     def upload(self, array: np.ndarray) -> FakeArray:
         self.uploads.append(array)
+        self.upload_streams.append(self.stream)
         return self.array(*array.shape, dtype=array.dtype, device=self.device)
 
-    def shared(self, count: int, device: int, stream: int) -> Shared:
+    def shared(self, count: int, device: int, stream: int, result: int | None = None) -> Shared:
         assert (device, stream) == (self.device, self.stream)
         if count:
             self.counters.append(count)
+            self.results.append(result)
         return Shared(0xC0DE00)
 
     def get(self, unit: Any, shared_memory: dict[str, int]) -> dict[str, Any]:
+        assert not self.refuses
         self.compiled.append(unit.title)
         is_of_maps = block_masks.BUILD in unit.entries
         return {entry: self._kernel(entry, is_of_maps) for entry in unit.entries}
@@ -306,13 +327,23 @@ class FakeGpu:
         return FakeKernel(launch)
 
 
-class _Stream(contextlib.nullcontext[None]):
-    """Stream that does not become the current stream when it is entered."""
+class _Stream:
+    """New stream."""
 
     ptr = 0x57
 
     def __init__(self, non_blocking: bool = True) -> None:
-        super().__init__()
+        self._contexts: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._contexts.append(_current(self.ptr))
+        self._contexts[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._contexts.pop().__exit__(*error)
+
+    def synchronize(self) -> None:
+        sys.modules["cupy"].gpu.waited.append(self.ptr)
 
     @staticmethod
     def from_external(other: Any) -> AbstractContextManager[None]:
@@ -348,6 +379,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     cuda = SimpleNamespace(
         runtime=runtime,
         alloc=gpu.alloc,
+        memory=SimpleNamespace(Memory=gpu.permanent),
         get_current_stream=lambda device=0: SimpleNamespace(ptr=gpu.stream),
         Event=lambda disable_timing: SimpleNamespace(ptr=0xE0),
         Stream=_Stream,

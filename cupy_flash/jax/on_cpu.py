@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.arrays.strided import convert_to
 from cupy_flash.calls import dispatch, dispatch_backward
 from cupy_flash.jax.frames import BufferKey, read_frame
 from cupy_flash.jax.static_call import StaticCall, function_of, parsed
-from cupy_flash.mods.base import Modification
 
 _BACKEND = "cpu"
 _parsed = functools.lru_cache(maxsize=1024)(parsed)
@@ -55,13 +53,7 @@ def _backward(static: StaticCall, given: dict[str, Any], results: dict[str, Any]
 
 def _call_of(static: StaticCall, arrays: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     record, modifications = static.record(arrays)
-    return record, {**modifications, **{name: _on_host(token) for name, token in static.functions}}
-
-
-@functools.lru_cache(maxsize=256)
-def _on_host(token: str) -> Modification:
-    """Return the user function with a token, with its captured arrays in host memory."""
-    return function_of(token).with_arrays(lambda _, array: convert_to(np, array))
+    return record, modifications | {name: function_of(token) for name, token in static.functions}
 
 
 def _arrays(keys: tuple[tuple[int, bytes], ...], addresses: list[int]) -> list[np.ndarray]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupy_flash.arrays.strided import unallocated
+from cupy_flash.arrays.strided import is_cupy, unallocated
 from cupy_flash.calls.arguments import Arguments, GradientArguments
 from cupy_flash.calls.check.gradients import check_gradient_call
 from cupy_flash.calls.check.problems import CheckedCall, check_call
@@ -182,7 +182,8 @@ def _as_tuples(value: Any) -> Any:
 
 
 # User functions by token, and tokens by function. A compiled program may use a function at any
-# time, so they are kept until the process ends. Equal functions have the same token.
+# time, so they are kept until the process ends, with their captured arrays in host memory. Equal
+# functions have the same token.
 _functions: dict[str, Modification] = {}
 _tokens: dict[Modification, str] = {}
 _numbers = itertools.count()
@@ -192,16 +193,18 @@ _process = uuid.uuid4().hex
 
 def token_of(function: Modification) -> str:
     """Return the token of a user function, with its captured arrays as they are now."""
-    token = _tokens.get(function)
+    # Arrays on the host are compared by their values, so that a function that is traced again has
+    # the same token, although each trace copies the arrays.
+    kept = function.with_arrays(lambda _, array: array.get() if is_cupy(array) else array.copy())
+    token = _tokens.get(kept)
     if token is None:
-        kept = function.kept()
         token = _tokens[kept] = f"{_process}-{next(_numbers)}"
         _functions[token] = kept
     return token
 
 
 def function_of(token: str) -> Modification:
-    """Return the user function with a token.
+    """Return the user function with a token, with its captured arrays in host memory.
 
     Raises
     ------

@@ -280,6 +280,34 @@ def test_a_call_is_prepared_again_if_tiles_were_tuned(gpu: Any, xla: FakeXla) ->
             tuning.reload()
 
 
+class Table(fake_gpu.FakeArray):
+    """Array of CuPy, at another address each time."""
+
+    def __init__(self, gpu: Any, *values: float) -> None:
+        super().__init__((len(values),), np.float32, address=gpu.address())
+        self._values = values
+
+    def get(self) -> np.ndarray:
+        return np.array(self._values, np.float32)
+
+
+Table.__module__ = "cupy"
+
+
+def test_a_function_of_the_same_values_has_the_same_token(gpu: Any, xla: FakeXla) -> None:
+    def token(*values: float) -> str:
+        table = Table(gpu, *values)
+        return token_of(ScoreMod(lambda score, h, table: score * table[h], table=table))
+
+    tokens = [token(1, 2), token(1, 2), token(1, 3)]
+    assert tokens[0] == tokens[1] != tokens[2]
+    static, arguments, results = dense(gpu)
+    for one in tokens:
+        static = static._replace(functions=(("score_mod", one),))
+        on_gpu.execute(xla.frame(static, arguments, results))
+    assert [x.tolist() for x in gpu.uploads] == [[1, 2], [1, 3]]
+
+
 def test_a_program_of_another_process_names_its_functions_in_vain(gpu: Any, xla: FakeXla) -> None:
     static, arguments, results = dense(gpu)
     static = static._replace(functions=(("score_mod", "0-1"),))

@@ -57,6 +57,10 @@ def folded_step(
     """
     given = dict(zip(static.names, operands, strict=True))
     mapped = {name for name, is_it in zip(static.names, is_mapped, strict=True) if is_it}
+    # Each batch has its own caches and scales after the step.
+    own = [name for name in static.appended if name not in mapped]
+    given |= {name: jnp.broadcast_to(given[name], (size, *given[name].shape)) for name in own}
+    mapped.update(own)
     of_caches = {*_CACHES, *_SCALES} & given.keys()
     has_own_caches = bool(static.appended or mapped & of_caches)
     batch = given["q"].shape[1 if "q" in mapped else 0]

@@ -10,9 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cupy_flash.arrays.kinds import is_number_or_list, normalize_int32, vector
+from cupy_flash.arrays.kinds import (
+    is_number_or_list,
+    normalize_int32,
+    normalize_scale,
+    read,
+    vector,
+)
 from cupy_flash.arrays.strided import as_int32, is_cupy
-from cupy_flash.calls.arguments import INT32
+from cupy_flash.calls.arguments import FLOAT8_SCALES, INT32
 from cupy_flash.jax import targets
 from cupy_flash.jax.batching import batched
 from cupy_flash.jax.partitioning import partitioned
@@ -64,19 +70,27 @@ def operand(name: str, value: Any, q: Any, layout: str) -> Any:
     Parameters
     ----------
     name, value
-        Name of the argument, and an array of JAX, NumPy or CuPy, a list, or for some a number.
+        Name of the argument, and an array of JAX, NumPy or CuPy, or for some a list or a number.
     q, layout
         Queries of the call, and the order of their axes.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a value that calls outside of compiled functions refuse, too.
     """
     if name in VECTORS:
         return _head_values(name, value, q, layout)
     if isinstance(value, jax.Array):
         is_other = name in INT32 and value.dtype.kind in "iu" and value.dtype != jnp.int32
         return value.astype(jnp.int32) if is_other else value
-    if name in INT32 and isinstance(value, (list, tuple)):
-        return jnp.asarray(normalize_int32(name, value, on_host=True))
+    if name in FLOAT8_SCALES:
+        value = normalize_scale(name, value, on_host=True)
+    elif name in INT32 and (is_number_or_list(value) or isinstance(value, bool)):
+        value = normalize_int32(name, value, on_host=True)
+    value = read(name, value)
     value = value.get() if is_cupy(value) else value
-    if name in INT32 and isinstance(value, np.ndarray):
+    if name in INT32:
         value = as_int32(name, value)
     if is_pairs(name, value):
         value = value.reshape(*value.shape, 1).view(np.uint32)

@@ -200,6 +200,25 @@ def test_errors_of_shapes_are_raised_when_a_function_is_traced(rng: np.random.Ge
         jax.jit(lambda q: cj.flash_attention(q, k, v, window=3))(q)
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_numbers_and_lists_are_no_arrays(rng: np.random.Generator, is_compiled: bool) -> None:
+    q, k, v = rows(rng)
+    given: dict[str, list[Any]] = {
+        "bias": [0.5, np.float32(0.5), [0.5] * k.shape[1], True],
+        "mask": [True, np.True_, [True] * k.shape[1]],
+        "tree_mask": [1],
+        "seqlens_k": [2, True],
+    }
+    for name, values in given.items():
+        for value in values:
+
+            def attention(q: Any, given: Any = {name: value}) -> Any:  # noqa: B006
+                return cj.flash_attention(q, k, v, **given)
+
+            with pytest.raises(TypeError, match=f"{name} .*expected"):
+                (jax.jit(attention) if is_compiled else attention)(q)
+
+
 def test_errors_of_contents_are_raised_when_a_function_runs(rng: np.random.Generator) -> None:
     q, k, v = (x[0] for x in rows(rng))
     ends = jax.numpy.array([0, len(k)], np.int32)

@@ -188,6 +188,26 @@ def test_steps_are_mapped(rng: np.random.Generator, name: str) -> None:
         assert ("scan[" in str(jax.make_jaxpr(call)(both))) == is_looped
 
 
+@pytest.mark.parametrize("mapped", [(), ("k_scale",)])
+def test_computed_scales_of_one_sequence_are_mapped(
+    rng: np.random.Generator, mapped: tuple[str, ...]
+) -> None:
+    given = step_of(rng, "int8")
+    arrays = {n: x[:1] for n, x in given.items() if isinstance(x, np.ndarray)}
+    arrays |= {n: np.stack([arrays[n], arrays[n] + 1]) for n in mapped}
+    many = np.stack([arrays["k"], 2 * arrays["k"]])
+
+    def step(k: Any, mapped: Any) -> Any:
+        given = {**arrays, **mapped, "k": k}
+        return cj.flash_attention_with_kvcache(**given, compute_scales=True)
+
+    own = {n: arrays[n] for n in mapped}
+    found = jax.jit(jax.vmap(step))(many, own)
+    for i in range(2):
+        expected = step(many[i], {n: x[i] for n, x in own.items()})
+        jax.tree.map(assert_close, jax.tree.map(lambda x, i=i: x[i], found), expected)
+
+
 def test_caches_of_all_batches_are_not_copied(rng: np.random.Generator) -> None:
     given = step_of(rng, "read only")
     q, k_cache, v_cache = (jax.numpy.array(given[n]) for n in ("q", "k_cache", "v_cache"))

@@ -202,8 +202,9 @@ def _on_device(
     # If all inputs are NumPy arrays, None selects JAX's default device.
     (device, *_) = next(places, (None,))
     inputs = tuple(
-        # Copied first, because JAX may read the memory after `device_put` has returned.
-        jax.device_put(array.copy(), device) if isinstance(array, np.ndarray) else array
+        # Copied first, because JAX may read the memory after `device_put` has returned. Some
+        # versions of JAX wrap NumPy arrays in a type of their own.
+        array if isinstance(array, jax.Array) else jax.device_put(np.array(array), device)
         for array in inputs
     )
     (device, *_) = inputs[0].devices()

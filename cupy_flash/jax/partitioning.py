@@ -74,6 +74,32 @@ def partitioned(
     return result
 
 
+def with_explicit_axes(
+    static: StaticCall, function: Callable[..., tuple[Any, ...]], operands: tuple[Any, ...]
+) -> Callable[..., tuple[Any, ...]]:
+    """Return the function of a call for operands whose types may say how they are divided.
+
+    Within the function, JAX divides arrays by the rules of `partitioned`. The types of its results
+    are those of the operands with the same names, or follow from the operands.
+    """
+    mesh = jax.sharding.get_abstract_mesh() if hasattr(jax.sharding, "auto_axes") else None
+    # JAX before 0.8 has no public `auto_axes`. Outside of `jax.set_mesh`, there may be no mesh.
+    if mesh is None or not mesh.explicit_axes:
+        return function
+    kinds = tuple(map(jax.typeof, operands))
+    chosen = _chosen_axes(static, kinds, (), mesh)
+    own = {name: kind.sharding.spec for name, kind in zip(static.names, kinds, strict=True)}
+    shapes = zip(static.results, static.result_shapes(operands), strict=False)
+    specs = tuple(
+        own.get(name, PartitionSpec(*_spec(static, name, shape, chosen)))
+        for name, (shape, _) in shapes
+    )
+    result: Callable[..., tuple[Any, ...]] = jax.sharding.auto_axes(
+        function, axes=mesh.explicit_axes, out_sharding=specs
+    )
+    return result
+
+
 def roles(static: StaticCall, name: str, shape: tuple[int, ...]) -> _Roles:
     """Return the role of each axis of an operand or result."""
     divided = _divisible(static)

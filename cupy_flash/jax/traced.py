@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cupy_flash.arrays.jax_arrays import is_jax
 from cupy_flash.arrays.kinds import (
     is_number_or_list,
     normalize_int32,
@@ -21,7 +22,7 @@ from cupy_flash.arrays.strided import as_int32, is_cupy
 from cupy_flash.calls.arguments import FLOAT8_SCALES, INT32
 from cupy_flash.jax import targets
 from cupy_flash.jax.batching import batched
-from cupy_flash.jax.partitioning import partitioned
+from cupy_flash.jax.partitioning import partitioned, with_explicit_axes
 from cupy_flash.jax.static_call import StaticCall
 from cupy_flash.jax.versions import with_common_axes
 from cupy_flash.mods.keywords import VECTORS
@@ -42,7 +43,9 @@ def call(static: StaticCall, operands: tuple[Any, ...]) -> dict[str, Any]:
     TypeError, ValueError
         If no kernel computes the call; the message names the argument.
     """
-    results = _function(static)(*with_common_axes(operands))
+    operands = with_common_axes(operands)
+    function = with_explicit_axes(static, _function(static), operands)
+    results = function(*operands)
     return dict(zip(static.results, results, strict=True))
 
 
@@ -81,7 +84,9 @@ def operand(name: str, value: Any, q: Any, layout: str) -> Any:
     """
     if name in VECTORS:
         return _head_values(name, value, q, layout)
-    if isinstance(value, jax.Array):
+    if is_jax(value):
+        # Some versions of JAX wrap NumPy arrays in a type of their own.
+        value = jnp.asarray(value)
         is_other = name in INT32 and value.dtype.kind in "iu" and value.dtype != jnp.int32
         return value.astype(jnp.int32) if is_other else value
     if name in FLOAT8_SCALES:

@@ -199,9 +199,11 @@ def test_the_process_may_end_before_its_computations() -> None:
     assert run_program("unfinished_calls", "gpu") == "all right\n"
 
 
-def test_calls_are_divided_over_two_gpus(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("axes", [(2, 1), (1, 2)])
+def test_calls_are_divided_over_two_gpus(rng: np.random.Generator, axes: tuple[int, int]) -> None:
     if len(jax.devices("gpu")) < 2:
         pytest.skip("needs two GPUs")
     seed = int(rng.integers(2**31))
-    output = run_program("divided_calls", seed, JAX_PLATFORMS="cuda", CUDA_VISIBLE_DEVICES="0,1")
+    variables = {"JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": "0,1"}
+    output = run_program("divided_calls", seed, *axes, **variables)
     assert output == "all right\n"

@@ -61,8 +61,7 @@ class Placed(NamedTuple):
     results
         Arrays of out and lse. They may be None unless `Call.fills_results`.
     addresses
-        Addresses of out and lse. Launches with the same address of out never run concurrently, also
-        if they are captured.
+        Addresses of out and lse. Captured launches with the same out never run concurrently.
     scratch
         Address of at least `Call.scratch_bytes` bytes.
     """
@@ -163,9 +162,9 @@ class Call:
             return out, lse
         if stream is None:
             stream = cupy_module().cuda.get_current_stream(self.device).ptr
-        # The order of launches that the queue keeps matters for memory from CuPy's pool only.
+        # Memory of the caller is not from CuPy's pool, so it needs no order of launches.
         has_queue = self.counters or (self.scratch and placed is None)
-        result = None if placed is None else out_address
+        result = placed and out_address
         queue = shared(self.counters, self.device, stream, result) if has_queue else None
         if placed is None:
             # `_memory` is referenced until the launches are enqueued; then the pool may reuse it.

@@ -11,7 +11,7 @@ from support.calls.modified_calls import DTYPES
 from support.gpu import cupy
 from support.gradients.gradient_calls import KINDS, random_gradient_call
 from support.gradients.gradient_rule import check_gradients
-from support.in_jax import run_program
+from support.in_jax import run_program, time_limit
 from support.in_jax.compiled_call import DIFFERENTIABLE, compiled, in_64_bits
 
 import cupy_flash
@@ -24,13 +24,14 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
-def gpu() -> Any:
-    try:
-        (device, *_) = jax.devices("gpu")
-    except RuntimeError:
-        pytest.skip("JAX has no gpu")
-    with jax.default_device(device):
-        yield device
+def gpu(capsys: pytest.CaptureFixture[str]) -> Any:
+    with time_limit(capsys):
+        try:
+            (device, *_) = jax.devices("gpu")
+        except RuntimeError:
+            pytest.skip("JAX has no gpu")
+        with jax.default_device(device):
+            yield device
 
 
 def random_arrays(rng: np.random.Generator, dtype: Any, *shapes: tuple[int, ...]) -> list[Any]:
@@ -185,11 +186,11 @@ def test_errors_of_a_handler_are_those_of_the_computation(rng: np.random.Generat
     assert_equal(jax.jit(cj.flash_attention)(q, q, q), cj.flash_attention(q, q, q))
 
 
-FLAGS = "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"
-
-
-def test_recorded_launches_are_replayed_without_a_handler() -> None:
-    output = run_program("replayed_calls", XLA_FLAGS=FLAGS, JAX_PLATFORMS="cuda")
+@pytest.mark.parametrize("others", ["", ",CONDITIONAL"])
+def test_recorded_launches_are_replayed_without_a_handler(others: str) -> None:
+    flags = f"--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL{others}"
+    flags += " --xla_gpu_graph_min_graph_size=1"
+    output = run_program("replayed_calls", XLA_FLAGS=flags, JAX_PLATFORMS="cuda")
     print(output)
     assert output.endswith("all right\n")
 

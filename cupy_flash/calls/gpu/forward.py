@@ -163,8 +163,8 @@ class Call:
         if stream is None:
             stream = cupy_module().cuda.get_current_stream(self.device).ptr
         # Memory of the caller is not from CuPy's pool, so it needs no order of launches.
-        has_queue = self.counters or (self.scratch and placed is None)
-        result = placed and out_address
+        needs_order, result = self.scratch and not placed, placed and out_address
+        has_queue = self.counters or needs_order
         queue = shared(self.counters, self.device, stream, result) if has_queue else None
         if placed is None:
             # `_memory` is referenced until the launches are enqueued; then the pool may reuse it.

@@ -11,6 +11,7 @@ import collections
 from collections.abc import Callable
 from typing import Any
 
+import cupy
 import jax
 import numpy as np
 
@@ -23,10 +24,10 @@ counts: collections.Counter[str] = collections.Counter()
 execute = on_gpu._execute
 
 
-def counted(frame: Any, stream: int, device: int, is_recorded: bool) -> None:
+def counted(frame: Any, stream: int, device: int) -> None:
     counts["called"] += 1
-    counts["recorded"] += is_recorded
-    execute(frame, stream, device, is_recorded)
+    counts["recorded"] += bool(cupy.cuda.runtime.streamIsCapturing(stream))
+    execute(frame, stream, device)
 
 
 on_gpu._execute = counted

@@ -170,14 +170,8 @@ class Call:
             # `_memory` is referenced until the launches are enqueued; then the pool may reuse it.
             _memory, scratch = self.scratch() if self.scratch else (None, 0)
         # In the order of `names` in `prepare`. Adding tuples is twice as fast as a starred tuple.
-        values = addresses + (  # noqa: RUF005
-            out_address,
-            lse_address,
-            scratch,
-            0 if queue is None else queue.address,
-            keys,
-            scratch + self.rotated_offset,
-        )
+        counters, rotated = 0 if queue is None else queue.address, scratch + self.rotated_offset
+        values = addresses + (out_address, lse_address, scratch, counters, keys, rotated)  # noqa: RUF005
         if self.qkv is not None:
             index, step = self.qkv
             first = addresses[index]

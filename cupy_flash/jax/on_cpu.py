@@ -21,7 +21,7 @@ def execute(address: int) -> None:
     """Compute the call with the frame at this address."""
     frame = read_frame(address)
     static = _parsed(frame.text)
-    given = dict(zip(static.names, _arrays(frame.keys, frame.addresses), strict=True))
+    given = dict(zip(static.names, _arrays(frame.keys(), frame.addresses), strict=True))
     for name in static.pairs:
         given[name] = given[name].view(np.uint64)[..., 0]
     # The workspace follows the results; the CPU backend does not need it.
@@ -57,10 +57,8 @@ def _call_of(static: StaticCall, arrays: dict[str, Any]) -> tuple[Any, dict[str,
     return record, modifications | {name: function_of(token) for name, token in static.functions}
 
 
-def _arrays(
-    keys: tuple[tuple[int, tuple[int, ...]], ...], addresses: list[int]
-) -> list[np.ndarray]:
-    return [_array(BufferKey(*key), at) for key, at in zip(keys, addresses, strict=True)]
+def _arrays(keys: tuple[BufferKey, ...], addresses: list[int]) -> list[np.ndarray]:
+    return [_array(key, at) for key, at in zip(keys, addresses, strict=True)]
 
 
 def _array(key: BufferKey, address: int) -> np.ndarray:

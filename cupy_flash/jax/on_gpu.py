@@ -87,6 +87,8 @@ class _Prepared(NamedTuple):
 
 
 _calls: dict[Any, _Prepared] = {}
+# Texts of prepared calls that name the shapes and dtypes of the arguments, see `StaticCall.specs`.
+_complete: set[bytes] = set()
 # User functions with captured arrays on a device, by token and device. Replays read the arrays.
 _functions: dict[tuple[str, int], Any] = {}
 # Workspaces of recorded launches whose programs have none that suffices, by device, size and
@@ -115,8 +117,10 @@ def execute(address: int) -> None:
 
 def _execute(frame: Frame, stream: int, device: int) -> None:
     low_bits = [x & _LOW_BITS for x in (*frame.addresses, *frame.results)]
-    # The key holds all that a prepared call depends on: the results follow from the arguments.
-    key = frame.text, frame.keys, device, tuning.generation(), *low_bits
+    # The key holds all that a prepared call depends on: the results follow from the arguments, and
+    # most texts name the shapes and dtypes of these.
+    keys = None if frame.text in _complete else frame.keys()
+    key = frame.text, keys, device, tuning.generation(), *low_bits
     prepared = _calls.get(key)
     if prepared is not None and prepared.only_launches and not device_lengths.is_enabled:
         # The rest takes longer than the launches.
@@ -132,6 +136,9 @@ def _execute(frame: Frame, stream: int, device: int) -> None:
             prepared = _prepare(frame, device)
             if len(_calls) >= _MAX_CALLS:
                 _calls.clear()
+            if prepared.static.specs is not None:
+                _complete.add(frame.text)
+                key = frame.text, None, device, tuning.generation(), *low_bits
             _calls[key] = prepared
         _enqueue(prepared, frame, stream, device, is_recorded)
 
@@ -229,11 +236,11 @@ def _arrays(
     """Return the record of a frame's arguments, options, user functions, and results by name."""
     (given, results) = (
         {
-            name: array_at(address, *_spec(static, name, BufferKey(*key)), device)
+            name: array_at(address, *_spec(static, name, key), device)
             for name, key, address in zip(names, keys, addresses, strict=False)
         }
         for names, keys, addresses in (
-            (static.names, frame.keys, frame.addresses),
+            (static.names, frame.keys(), frame.addresses),
             ((*static.results, SCRATCH), frame.result_keys(), frame.results),
         )
     )
@@ -329,7 +336,7 @@ def _with_updated(static: StaticCall, frame: Frame, stream: int) -> list[int]:
         index, result = static.names.index(name), static.results.index(name)
         target = frame.results[result]
         if given[index] != target:
-            key = BufferKey(*frame.keys[index])
+            key = frame.keys()[index]
             size = math.prod(key.shape) * key.numpy_dtype.itemsize
             runtime.memcpyAsync(target, given[index], size, runtime.memcpyDeviceToDevice, stream)
             given[index] = target

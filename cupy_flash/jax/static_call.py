@@ -52,6 +52,9 @@ class StaticCall(NamedTuple):
         would otherwise narrow them to 32 bits.
     scratch
         Bytes of workspace that the program allocates; None if the handler allocates it.
+    specs
+        Shape and name of the dtype of each operand, so that the text of a call determines them;
+        None if shapes are symbolic.
     """
 
     names: tuple[str, ...]
@@ -61,6 +64,7 @@ class StaticCall(NamedTuple):
     functions: tuple[tuple[str, str], ...] = ()
     pairs: tuple[str, ...] = ()
     scratch: int | None = None
+    specs: tuple[tuple[tuple[int, ...], str], ...] | None = None
 
     @property
     def is_backward(self) -> bool:

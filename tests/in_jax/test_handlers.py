@@ -38,7 +38,7 @@ def copy(address: int) -> None:
 
     frame = read_frame(address)
     assert frame.text == b"text"
-    (key,), (given,), (made,) = frame.keys, frame.addresses, frame.results
+    (key,), (given,), (made,) = frame.keys(), frame.addresses, frame.results
     assert frame.result_keys() == (key,)
     assert key[0] == 11
     ctypes.memmove(made, given, 4 * math.prod(key[1]))

@@ -17,7 +17,7 @@ pytest.importorskip("cupy_flash.jax")
 
 from cupy_flash.calls.options import Options  # noqa: E402
 from cupy_flash.jax import on_gpu  # noqa: E402
-from cupy_flash.jax.frames import DTYPES  # noqa: E402
+from cupy_flash.jax.frames import DTYPES, Frame  # noqa: E402
 from cupy_flash.jax.static_call import StaticCall, token_of  # noqa: E402
 from cupy_flash.planning import tuning  # noqa: E402
 
@@ -90,6 +90,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     made = fake_gpu.install(monkeypatch)
     for kept in ("_calls", "_functions", "_workspaces"):
         monkeypatch.setattr(on_gpu, kept, {})
+    monkeypatch.setattr(on_gpu, "_complete", set())
     monkeypatch.setattr(on_gpu, "cupy_module", lambda: sys.modules["cupy"])
     monkeypatch.setattr(on_gpu, "relaxed_capture", made.relaxed_capture)
     for cached in (on_gpu._reader, on_gpu._device_count):
@@ -132,16 +133,21 @@ def test_a_call_is_prepared_once_and_launched_on_the_programs_memory(
         assert bool(gpu.compiled) == (stream == STREAM)
 
 
-def test_a_prepared_call_does_not_look_at_cupys_streams(
+def test_a_prepared_call_asks_only_for_addresses_and_the_stream(
     gpu: Any, xla: FakeXla, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Entering a stream and asking for captures takes longer than the launch."""
-    frame = xla.frame(*dense(gpu, causal=True))
+    """Reading shapes, entering a stream and asking for captures take longer than the launch."""
+    static, arguments, results = dense(gpu, causal=True)
+    static = static._replace(specs=tuple((x.shape, "float16") for x in arguments))
+    frame = xla.frame(static, arguments, results)
     on_gpu.execute(frame)
+    assert len(on_gpu._calls) == 1
     for name in ("external_stream", "relaxed_capture"):
         monkeypatch.delattr(on_gpu, name)
     monkeypatch.delattr(sys.modules["cupy"].cuda.runtime, "streamIsCapturing")
+    monkeypatch.delattr(Frame, "keys")
     on_gpu.execute(frame)
+    assert len(on_gpu._calls) == 1
     assert gpu.streams == [STREAM] * 2
 
 

@@ -59,7 +59,11 @@ def step() -> None:
             np.testing.assert_array_equal(a, b)
 
 
+started = threading.Event()
+
+
 def interrupt() -> None:
+    started.wait()
     for i in range(signals):
         time.sleep(0.002 + 0.0003 * (i % 7))
         os.kill(os.getpid(), signal.SIGINT)
@@ -73,6 +77,8 @@ def work() -> None:
     # A signal may come in the handling of another one, and outside of a step.
     while sender.is_alive():
         try:
+            # `Thread.start` itself must not be interrupted, so the first signal comes after it.
+            started.set()
             while sender.is_alive():
                 step()
         except KeyboardInterrupt:
@@ -84,8 +90,10 @@ try:
 except KeyboardInterrupt:
     work()
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-# Each exception that left a callback would have gone to XLA as an undefined result.
-assert not escaped, escaped[0]
+# Each exception that left a callback would have gone to XLA as an undefined result. JAX's hook of the
+# garbage collector, which is a Python function, may be interrupted.
+ours = [x for x in escaped if getattr(x.object, "__name__", "") != "_xla_gc_callback"]
+assert not ours, ours[0]
 interrupted = sum(count for name, count in seen.items() if name != "done")
 assert seen["done"], seen
 assert interrupted >= signals / 4, seen

@@ -76,8 +76,8 @@ def measure() -> dict[str, dict[str, float]]:
             for _ in range(3):
                 jax.block_until_ready(warm_up(x))
         result[name] = {
-            "jitted call": median_us(lambda f=once: [f(x) for _ in range(_CALLS)], _CALLS),
-            "within a loop": median_us(lambda f=loop: f(x), _ITERATIONS),
+            "jitted call, us": median_us(lambda f=once: [f(x) for _ in range(_CALLS)], _CALLS),
+            "within a loop, us": median_us(lambda f=loop: f(x), _ITERATIONS),
         }
     return result
 
@@ -107,11 +107,11 @@ def main(output: Path) -> None:
     from cupy_flash.gpu.environment import device_for_id
 
     rows = [
-        {"operation": name, "command_buffers": recorded, **times}
+        {"operation": name, "command buffers": "yes" if recorded else "no", **times}
         for recorded in (False, True)
         for name, times in measure_apart(with_command_buffers=recorded).items()
     ]
-    shape = {"shape": _SHAPE, "dtype": "bfloat16", "causal": True, "unit": "us"}
+    shape = {"shape": _SHAPE, "dtype": "bfloat16", "causal": True}
     environment = metadata(device_for_id(0).name) | {"hopper_digest": FORWARD["hopper"].digest()}
     record = {"metadata": environment | shape, "rows": rows}
     output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -11,6 +11,7 @@ the records under benchmarks/results/. WHAT has the syntax that quotes.py descri
     {{slower: WHAT in RECORDS}}                  cases in which a peer is faster, worst first
     {{overview: TITLE = WHAT in RECORDS; ...}}   table with a row for each comparison
     {{figure NAME | ALT | FIELD of PROVIDERS by FIELD for FIELDS [where ...] in RECORDS}}
+    {{rows RECORD: FIELD | FIELD | ...}}         table of these fields, a row per row of the record
     {{cpu RECORD}} {{records}}
     {{if RECORD}} ... {{end}}                    text that is left out if there is no such record
 """
@@ -102,6 +103,9 @@ class Page:
             return self._figure(*(part.strip() for part in rest.split("|")))
         if name == "cpu":
             return cpu(records.read(self.results / f"{rest}.json").rows)
+        if name == "rows":
+            record, _, fields = rest.partition(":")
+            return fields_table(records.read(self.results / f"{record}.json").rows, fields)
         if name == "records":
             return index(self.results)
         source = quotes.source(directive)
@@ -317,6 +321,14 @@ def table(headings: Sequence[str], body: Iterable[Sequence[str]], texts: int = 0
     """Return a Markdown table; all columns but the first `texts` are right-aligned."""
     rules = ["---" if index < texts else "---:" for index in range(len(headings))]
     return "\n".join(map(markdown_row, [headings, rules, *body]))
+
+
+def fields_table(rows: Sequence[Row], fields: str) -> str:
+    """Return a table of fields, separated by bars; a field that a row lacks is a dash."""
+    names = [name.strip() for name in fields.split("|")]
+    cells = [[row.get(name, "-") for name in names] for row in rows]
+    body = [[number(x) if isinstance(x, float) else value_text(x) for x in row] for row in cells]
+    return table(names, body, texts=1)
 
 
 def geomean_cell(values: Sequence[float]) -> str:

@@ -24,6 +24,7 @@ import click
 from cupy_flash.cli.measure.timing import GpuTimer, Timed, spread
 from cupy_flash.cli.providers.providers import release_memory
 from cupy_flash.cli.records.environment import metadata
+from cupy_flash.families import FAMILIES
 from cupy_flash.gpu.environment import device_for_id
 
 _WARMUP, _REPEATS = 5, 30
@@ -206,6 +207,11 @@ def main(
                     click.echo(f"  {kind}: {theirs / ours:.2f} times as fast as {other}")
     if output:
         head = metadata(device_for_id(0).name) | {"transformers": transformers.__version__}
+        for direction, key in (
+            ("forward", "hopper_digest"),
+            ("backward", "hopper_backward_digest"),
+        ):
+            head[key] = FAMILIES[direction]["hopper"].digest()
         output.write_text(json.dumps({"metadata": head, "rows": rows}, indent=1) + "\n", "utf-8")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from cupy_flash.families import FORWARD
+from cupy_flash.families import FAMILIES, FORWARD
 from cupy_flash.problem.arrays import DTYPES
 
 from ..cases.cases import DIRECTIONS, KINDS, Case, describe
@@ -94,6 +94,8 @@ def kernels(record: Record) -> set[tuple[str, str, str]]:
     }
     # The scripts in benchmarks/ store digests under these keys.
     named |= {(name, "forward", head.get(f"{name}_digest")) for name in FORWARD}
+    backward = FAMILIES["backward"]
+    named |= {(name, "backward", head.get(f"{name}_backward_digest")) for name in backward}
     return {(name, direction, digest) for name, direction, digest in named if name and digest}
 
 

@@ -159,6 +159,16 @@ def test_the_overview_has_a_line_for_each_comparison(results: Path) -> None:
     ]
 
 
+def test_fields_of_rows_are_a_table(results: Path) -> None:
+    rows = [{"layer": "one", "ms": 1.23456, "peer ms": 23.456}, {"layer": "two", "ms": 123.4}]
+    write(results / "layers.json", rows)
+    assert table(page("{{rows layers: layer | ms | peer ms}}", results)) == [
+        ["layer", "ms", "peer ms"],
+        ["one", "1.23", "23.5"],
+        ["two", "123", "-"],
+    ]
+
+
 def test_the_index_names_every_record_and_kernels_that_changed_since(results: Path) -> None:
     write(results / "limits.json", [{"share": 0.9}], hopper_digest="0" * 16, device="another")
     link = "../benchmarks/results"

@@ -90,8 +90,8 @@ try:
 except KeyboardInterrupt:
     work()
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-# Each exception that left a callback would have gone to XLA as an undefined result. JAX's hook of the
-# garbage collector, which is a Python function, may be interrupted.
+# Each exception that left a callback would have gone to XLA as an undefined result. JAX's hook of
+# the garbage collector, which is a Python function, may be interrupted.
 ours = [x for x in escaped if getattr(x.object, "__name__", "") != "_xla_gc_callback"]
 assert not ours, ours[0]
 interrupted = sum(count for name, count in seen.items() if name != "done")

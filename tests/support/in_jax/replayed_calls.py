@@ -128,8 +128,8 @@ for step, inputs, calls in CASES:
     found = [parts(compiled(*map(jax.numpy.asarray, xs))) for xs in given]
     # Once before the recording, and while XLA records, at most for each of a few buffer addresses.
     print(step.__name__, dict(counts))
-    assert counts["recorded"] > 0, counts
-    assert counts["called"] <= STEPS * calls / 2, counts
+    assert counts["recorded"] > 0, (step.__name__, counts)
+    assert counts["called"] <= STEPS * calls / 2, (step.__name__, counts)
     before: list[np.ndarray] = []
     for xs, ours in zip(given, found, strict=True):
         expected = parts(step(*map(jax.numpy.asarray, xs)))

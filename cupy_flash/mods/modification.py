@@ -91,6 +91,7 @@ class ScoreMod(Modification):
         super().__init__(function, cuda=cuda, **captures)
         names = require_differentiable(differentiable, self.specs)
         object.__setattr__(self, "differentiable", names)
+        self._set_template()
 
     @property
     def derivable(self) -> Derivable:
@@ -231,6 +232,7 @@ class MaskMod(Modification):
     ) -> None:
         super().__init__(function, cuda=cuda, **captures)
         self._set_options({})
+        self._set_template()
 
     def _set_options(self, options: Mapping[str, Any]) -> None:
         super()._set_options({**options, "_maps": {}})
@@ -244,6 +246,8 @@ class MaskMod(Modification):
         """
         # A new dictionary, because other threads may still add block masks to the old one.
         object.__setattr__(self, "_maps", {})
+        # Graphs find this object, and no equal one whose block masks are older.
+        self.template.add(self)
 
     def kept_maps(self) -> dict[Any, Any]:
         """Return the block masks that calls keep in this object."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,9 @@ from cupy_flash.calls.scaled_dot_product import mask_name, options_of, reshaped,
 from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
 from cupy_flash.mods.keywords import with_offsets
 from cupy_flash.torch.functions import FlashAttention, FlashAttentionWithLse
-from cupy_flash.torch.operators import fits_operator, plain_modifications
+from cupy_flash.torch.graphs import are_tensors, is_plain, outside_graph
+from cupy_flash.torch.modifications import fits_graph, is_integer, packed
+from cupy_flash.torch.operators import ATTENTION, ATTENTION_VARLEN
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -66,11 +67,13 @@ def flash_attention(
     """
     if torch.compiler.is_compiling():
         offset, modified = with_offsets(q_offset, modifications)
-        if fits_operator((q, k, v), (offset,), causal, softmax_scale, layout, modified):
-            plain, numbers = plain_modifications(modified), (causal, softmax_scale, offset, layout)
-            out, lse = torch.ops.cupy_flash.attention(q, k, v, *plain, *numbers)
+        plain = is_plain(causal, softmax_scale, layout) and (offset is None or is_integer(offset))
+        if plain and are_tensors(q, k, v) and fits_graph(modified):
+            heads = q.shape[-2 if layout == "bshd" else -3]
+            arguments = (*packed(modified, q, heads), causal, softmax_scale, offset, layout)
+            out, lse = ATTENTION(q, k, v, *arguments)
             return (out, lse) if return_lse else out
-        return _outside_graph(
+        return outside_graph(
             *(flash_attention, q, k, v),
             causal=causal,
             softmax_scale=softmax_scale,
@@ -160,15 +163,13 @@ def flash_attention_varlen(
     """
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     if torch.compiler.is_compiling():
-        used = () if seqused_k is None else (seqused_k,)
         tensors, most = (q, k, v, cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-        if fits_operator((*tensors, *used), most, causal, softmax_scale, "bshd", modifications):
-            plain = plain_modifications(modifications)
-            out, lse = torch.ops.cupy_flash.attention_varlen(
-                *(q, k, v, *plain, *lengths, causal, softmax_scale)
-            )
+        plain = is_plain(causal, softmax_scale) and all(is_integer(x) for x in most)
+        if plain and are_tensors(*tensors, optional=(seqused_k,)) and fits_graph(modifications):
+            arguments = (*packed(modifications, q, q.shape[1]), *lengths, causal, softmax_scale)
+            out, lse = ATTENTION_VARLEN(q, k, v, *arguments)
             return (out, lse) if return_lse else out
-        return _outside_graph(
+        return outside_graph(
             *(flash_attention_varlen, q, k, v, *lengths[:4]),
             causal=causal,
             softmax_scale=softmax_scale,
@@ -301,11 +302,3 @@ def _as_it_is_now(call: DifferentiableCall) -> DifferentiableCall:
     if others:
         call = call.with_constants(copy.deepcopy(others))
     return call.with_numbers()
-
-
-def _call_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    return function(*arguments, **options)
-
-
-# Calls a public function outside the graph of torch.compile, which splits the graph.
-_outside_graph = torch.compiler.disable(_call_of)

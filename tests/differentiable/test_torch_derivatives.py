@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.torch_operators import NO_MODIFICATIONS
 
 import cupy_flash
 
@@ -51,12 +52,12 @@ def with_lse(x: Any) -> Any:
 
 
 def operator(x: Any) -> Any:
-    plain = (None, None, [None] * 8, [-1, -1], None)
+    plain = NO_MODIFICATIONS
     return torch.ops.cupy_flash.attention(x, x, x, *plain, False, None, None, "bshd")[0]
 
 
 def operator_varlen(x: Any) -> Any:
-    plain = (None, None, [None] * 8, [-1, -1], None)
+    plain = NO_MODIFICATIONS
     lengths = (*lengths_on(x.device), None)
     return torch.ops.cupy_flash.attention_varlen(*[x[0]] * 3, *plain, *lengths, False, None)[0]
 

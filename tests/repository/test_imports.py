@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Packages that each package may import; all may import `errors`, too.
 MAY_IMPORT = {
     "flash_attn": {"torch", "calls", "arrays"},
-    "torch": {"calls", "differentiable", "arrays", "mods"},
+    "torch": {"api", "calls", "differentiable", "arrays", "mods"},
     "parallel": {"api", "calls", "gpu", "arrays", "mods", "problem"},
     "api": {"calls", "planning", "mods", "problem"},
     "jax": {"api", "calls", "differentiable", "gpu", "planning", "arrays", "mods", "problem"},

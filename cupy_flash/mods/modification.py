@@ -15,6 +15,7 @@ from cupy_flash.mods.ir.operations import cast, operation
 from cupy_flash.mods.on_arrays.interpret import Interpreter
 from cupy_flash.mods.picture import draw
 from cupy_flash.mods.trace.traced import Derivable
+from cupy_flash.opaque import untraced
 
 
 class ScoreMod(Modification):
@@ -79,6 +80,7 @@ class ScoreMod(Modification):
 
     differentiable: tuple[str, ...]
 
+    @untraced
     def __init__(
         self,
         function: Callable[..., Any],
@@ -227,6 +229,7 @@ class MaskMod(Modification):
     # object, because equal objects may have captured other values.
     _maps: dict[Any, Any]
 
+    @untraced
     def __init__(
         self, function: Callable[..., Any], /, *, cuda: str | None = None, **captures: Any
     ) -> None:

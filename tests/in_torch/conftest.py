@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _without_compiled_graphs() -> Iterator[None]:
-    """Discard what a test compiled: limits on recompilation count all functions of a test's code."""
+    """Discard what a test compiled: each function may be compiled a limited number of times."""
     yield
     if "torch._dynamo" in sys.modules:
         with warnings.catch_warnings():

@@ -53,6 +53,11 @@ def is_any_tensor(array: Any) -> bool:
     return torch is not None and isinstance(array, getattr(torch, "Tensor", ()))
 
 
+def is_recorded(array: Any) -> bool:
+    """Return whether an array is a tensor of torch that requires a gradient."""
+    return is_any_tensor(array) and bool(array.requires_grad)
+
+
 def may_be_transformed() -> bool:
     """Return whether tensors may carry more than their memory holds; see `untracked_part`.
 
@@ -173,8 +178,8 @@ def resolved(name: str, array: Any, *, is_written: bool = False) -> Any:
         if torch.is_grad_enabled():
             raise TypeError(
                 f"{name} requires a gradient, which is not recorded here; pass {name}.detach(), or "
-                "call the function of cupy_flash.torch, which has gradients for q, k, v, bias and "
-                "sinks"
+                "call the function of cupy_flash.torch, which has gradients for q, k, v, bias, "
+                "sinks, alibi_slopes and captures of a ScoreMod"
             )
         tensor = tensor.detach()
     if kind not in _plain_types():

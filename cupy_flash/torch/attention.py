@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cupy_flash.arrays.kinds import elements
 from cupy_flash.arrays.strided import kind_of
 from cupy_flash.arrays.torch_arrays import may_be_transformed, require_whole
 from cupy_flash.calls.arguments import check_qkv
@@ -19,6 +18,7 @@ from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_cal
 from cupy_flash.mods.keywords import with_offsets
 from cupy_flash.torch.functions import FlashAttention, FlashAttentionWithLse
 from cupy_flash.torch.operators import fits_operator, plain_modifications
+from cupy_flash.torch.tracked import with_tracked
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -251,7 +251,7 @@ def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) ->
             require_whole(name, tensor)
     if torch.is_grad_enabled():
         if call.modifications:
-            _require_constants(call)
+            call, inputs = with_tracked(call, inputs)
         for tensor in inputs:
             if tensor.requires_grad:
                 function = FlashAttentionWithLse if return_lse else FlashAttention
@@ -269,24 +269,6 @@ def _require_tensors(names: tuple[str, ...], inputs: tuple[Any, ...]) -> None:
     for name, tensor in zip(names, inputs, strict=True):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} is {kind_of(tensor)}; expected a tensor")
-
-
-def _require_constants(call: DifferentiableCall) -> None:
-    """Raise ValueError for a tensor that requires a gradient which attention does not compute."""
-    captured = {name: x for mod in call.functions for name, x in mod.tensors.items()}
-    for name, value in {**call.modifications, **captured}.items():
-        if not any(getattr(x, "requires_grad", False) for x in elements(value)):
-            continue
-        if isinstance(value, (list, tuple)):
-            raise ValueError(
-                f"{name} holds a tensor that requires a gradient; pass numbers or detached "
-                "tensors: only q, k, v, and a bias and sinks that are tensors have gradients, not "
-                "lists"
-            )
-        raise ValueError(
-            f"{name} requires a gradient; pass it detached: only q, k, v, bias and sinks have "
-            "gradients"
-        )
 
 
 def _as_it_is_now(call: DifferentiableCall) -> DifferentiableCall:

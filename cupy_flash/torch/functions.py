@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cupy_flash.arrays.torch_arrays import version_of
+from cupy_flash.arrays.torch_arrays import is_recorded, version_of
 from cupy_flash.calls.gpu import torch_autograd
 from cupy_flash.differentiable import DifferentiableCall
 
@@ -65,10 +65,10 @@ def _saved(ctx: Any, call: DifferentiableCall, inputs: tuple[Tensor, ...]) -> An
         tensors = [x for x in call.constants.values() if isinstance(x, Tensor)]
         ctx.save_for_backward(*inputs, *results, *tensors)
     if call.modifications:
-        # Captured tensors are read in place instead of being saved by autograd, so the backward
-        # pass has to compare their versions itself.
-        captured = [x for mod in call.functions for x in mod.tensors.items()]
-        ctx.versions = [(name, tensor, version_of(tensor)) for name, tensor in captured]
+        # Captured tensors without gradients are read in place instead of being saved by autograd,
+        # so the backward pass has to compare their versions itself.
+        captured = (x for mod in call.functions for x in mod.tensors.items())
+        ctx.versions = [(n, x, version_of(x)) for n, x in captured if not is_recorded(x)]
     return results
 
 

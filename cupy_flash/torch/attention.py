@@ -16,6 +16,7 @@ from cupy_flash.calls.gpu import torch_autograd
 from cupy_flash.calls.scaled_dot_product import mask_name, options_of, reshaped, shapes_of
 from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
 from cupy_flash.mods.keywords import with_offsets
+from cupy_flash.torch import autocast
 from cupy_flash.torch.functions import FlashAttention, FlashAttentionWithLse
 from cupy_flash.torch.operators import fits_operator, plain_modifications
 from cupy_flash.torch.tracked import with_tracked
@@ -64,6 +65,8 @@ def flash_attention(
     RuntimeError
         In the backward pass, if a tensor of the call has been overwritten.
     """
+    if autocast.is_enabled():
+        (q, k, v), modifications = autocast.cast_arguments((q, k, v), modifications)
     if torch.compiler.is_compiling():
         offset, modified = with_offsets(q_offset, modifications)
         if fits_operator((q, k, v), (offset,), causal, softmax_scale, layout, modified):
@@ -158,6 +161,8 @@ def flash_attention_varlen(
     TypeError, ValueError, UnsupportedError, CompileError
         See `flash_attention`.
     """
+    if autocast.is_enabled():
+        (q, k, v), modifications = autocast.cast_arguments((q, k, v), modifications)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     if torch.compiler.is_compiling():
         used = () if seqused_k is None else (seqused_k,)
@@ -214,6 +219,9 @@ def scaled_dot_product_attention(
     options = options_of(dropout_p, is_causal, scale, enable_gqa, has_mask=has_mask)
     names, inputs = ("query", "key", "value"), (query, key, value)
     _require_tensors(names, inputs)
+    if autocast.is_enabled():
+        inputs = query, key, value = tuple(map(autocast.cast_tensor, inputs))
+        attn_mask = autocast.cast_tensor(attn_mask)
     for name, tensor in zip(names, inputs, strict=True):
         if tensor.dtype != query.dtype:
             raise TypeError(

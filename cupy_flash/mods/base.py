@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cupy_flash.arrays.strided import address_of
-from cupy_flash.arrays.torch_arrays import is_any_tensor, is_recorded, is_torch_on_gpu
+from cupy_flash.arrays.torch_arrays import (
+    is_any_tensor,
+    is_torch_on_gpu,
+    is_tracked,
+    outside_transforms,
+)
 from cupy_flash.mods.captures import (
     CaptureSpec,
     array_node,
@@ -144,7 +149,7 @@ class Modification:
         graph: Node | None,
     ) -> None:
         """Set all attributes; called once."""
-        read = {n: read_capture(n, self._readable(captures[n])) for n in sorted(captures)}
+        read = {n: self._read_capture(n, captures[n]) for n in sorted(captures)}
         specs = {name: spec for name, (_, spec) in read.items()}
         arrays = {name: value for name, (value, spec) in read.items() if spec.rank is not None}
         parts = {
@@ -155,7 +160,7 @@ class Modification:
             "array_names": tuple(prefixed(self._keyword, name) for name in arrays),
             "arrays": tuple(
                 captures[name]
-                if is_torch_on_gpu(captures[name]) or is_recorded(captures[name])
+                if is_torch_on_gpu(captures[name]) or is_tracked(captures[name])
                 else array
                 for name, array in arrays.items()
             ),
@@ -176,15 +181,16 @@ class Modification:
     def _read(self, name: str, value: Any) -> tuple[Any, CaptureSpec]:
         if name in RESERVED:
             raise TypeError(f"{name!r} is a reserved name; choose another for the capture")
-        array, spec = read_capture(name, self._readable(value))
+        array, spec = self._read_capture(name, value)
         # Checked once for each modification, because calls do not look at the values.
         if spec.dtype == "int64":
             require_int32_values(name, array)
         return array, spec
 
-    def _readable(self, value: Any) -> Any:
-        """Return a capture as an object whose elements can be read."""
-        return value
+    def _read_capture(self, name: str, value: Any) -> tuple[Any, CaptureSpec]:
+        """Return the result of `read_capture`, also for a plain tensor inside of a transform."""
+        with outside_transforms(value):
+            return read_capture(name, value)
 
     def _traced(
         self,

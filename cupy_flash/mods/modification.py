@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.arrays.torch_arrays import is_recorded
+from cupy_flash.arrays.torch_arrays import outside_transforms, without_history
 from cupy_flash.mods.base import Modification
-from cupy_flash.mods.captures import require_differentiable
+from cupy_flash.mods.captures import CaptureSpec, read_capture, require_differentiable
 from cupy_flash.mods.ir.derivative import derivative
 from cupy_flash.mods.ir.expression import BOOL, REAL, SCORE, Node
 from cupy_flash.mods.ir.operations import cast, operation
@@ -207,9 +207,10 @@ class ScoreMod(Modification):
         values = Interpreter(score, positions, self.captures, xp, real)
         return xp.asarray(values.value(derivative(self.graph, SCORE)))
 
-    def _readable(self, value: Any) -> Any:
+    def _read_capture(self, name: str, value: Any) -> tuple[Any, CaptureSpec]:
         # Autograd of `cupy_flash.torch` has gradients of captures. Other calls refuse the tensor.
-        return value.detach() if is_recorded(value) else value
+        with outside_transforms(value):
+            return read_capture(name, without_history(value))
 
     def _options(self) -> dict[str, Any]:
         return {"differentiable": self.differentiable}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +15,10 @@ from cupy_flash.calls.gpu import torch_autograd
 from cupy_flash.calls.scaled_dot_product import mask_name, options_of, reshaped, shapes_of
 from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
 from cupy_flash.mods.keywords import with_offsets
-from cupy_flash.torch import autocast
+from cupy_flash.torch import autocast, transforms
 from cupy_flash.torch.functions import FlashAttention, FlashAttentionWithLse
 from cupy_flash.torch.operators import fits_operator, plain_modifications
-from cupy_flash.torch.tracked import with_tracked
+from cupy_flash.torch.tracked import as_it_is_now, with_tracked
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -255,6 +254,8 @@ def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) ->
         if tensor.__class__ is not Tensor:
             _require_tensors(call.names, inputs)
     if may_be_transformed():
+        if transforms.are_active():
+            return transforms.attention(call, inputs, return_lse)
         for name, tensor in zip(call.names, inputs, strict=True):
             require_whole(name, tensor)
     if torch.is_grad_enabled():
@@ -263,7 +264,7 @@ def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) ->
         for tensor in inputs:
             if tensor.requires_grad:
                 function = FlashAttentionWithLse if return_lse else FlashAttention
-                return function.apply(_as_it_is_now(call), *inputs)
+                return function.apply(as_it_is_now(call), *inputs)
     if call.following_arrays is not None:
         options = call.options if return_lse else call.without_lse
         made = torch_autograd.run(inputs + call.following_arrays, options)
@@ -277,20 +278,6 @@ def _require_tensors(names: tuple[str, ...], inputs: tuple[Any, ...]) -> None:
     for name, tensor in zip(names, inputs, strict=True):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} is {kind_of(tensor)}; expected a tensor")
-
-
-def _as_it_is_now(call: DifferentiableCall) -> DifferentiableCall:
-    """Return the call with copies of arguments that may change before the backward pass.
-
-    Autograd detects writes to tensors. Lists, and arrays of other libraries, are copied.
-    """
-    # Most calls have neither constants nor modifications.
-    if not call.constants and not call.modifications:
-        return call
-    others = {n: x for n, x in call.constants.items() if not isinstance(x, Tensor)}
-    if others:
-        call = call.with_constants(copy.deepcopy(others))
-    return call.with_numbers()
 
 
 def _call_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

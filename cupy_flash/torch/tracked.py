@@ -1,13 +1,14 @@
-"""Tensors of modifications that autograd tracks: ALiBi slopes and captures become inputs."""
+"""Arguments of calls that autograd records: inputs, and constants that are kept or refused."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from torch import Tensor
 
 from cupy_flash.arrays.kinds import elements
-from cupy_flash.arrays.torch_arrays import is_recorded
+from cupy_flash.arrays.torch_arrays import is_recorded, is_tracked
 from cupy_flash.differentiable import DifferentiableCall
 
 
@@ -21,7 +22,7 @@ def with_tracked(
     ValueError
         For another tensor that requires a gradient, which attention does not compute.
     """
-    call, tracked = call.with_inputs(is_recorded)
+    call, tracked = call.with_inputs(is_tracked)
     _require_constants(call)
     return call, (*inputs, *tracked)
 
@@ -42,3 +43,17 @@ def _require_constants(call: DifferentiableCall) -> None:
             f"{name} requires a gradient; pass it detached: only q, k, v, bias, sinks, slopes and "
             "captures of a ScoreMod have gradients"
         )
+
+
+def as_it_is_now(call: DifferentiableCall) -> DifferentiableCall:
+    """Return the call with copies of arguments that may change before the backward pass.
+
+    Autograd detects writes to tensors. Lists, and arrays of other libraries, are copied.
+    """
+    # Most calls have neither constants nor modifications.
+    if not call.constants and not call.modifications:
+        return call
+    others = {n: x for n, x in call.constants.items() if not isinstance(x, Tensor)}
+    if others:
+        call = call.with_constants(copy.deepcopy(others))
+    return call.with_numbers()

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.calls.modified_calls import DTYPES
 from support.gradients.gradient_calls import OF_MOD, GradientCall, random_gradient_call
 from support.gradients.gradient_rule import check_gradients
+from support.gradients.torch_gradients import gradients
 
 import cupy_flash
 from cupy_flash import MaskMod, ScoreMod
@@ -48,42 +48,6 @@ def random_call_with(wanted: str, seed: int, dtype: str, kind: str) -> GradientC
             return SlopesCall(call.forward, call.dout, call.dlse)
         if wanted == "captures" and len(call.names) > 3:
             return call
-
-
-def as_tensor(array: np.ndarray, device: str) -> Any:
-    """Return a tensor with the values of an array, whose dtype may be of ml_dtypes."""
-    if array.dtype == DTYPES["bfloat16"]:
-        return torch.tensor(array.astype(np.float32), device=device).bfloat16()
-    return torch.tensor(array, device=device)
-
-
-def as_array(tensor: Any) -> np.ndarray:
-    if tensor.dtype == torch.bfloat16:
-        return tensor.detach().float().cpu().numpy().astype(DTYPES["bfloat16"])
-    return tensor.detach().cpu().numpy()
-
-
-def gradients(call: GradientCall, device: str) -> dict[str, np.ndarray]:
-    """Return the gradients that autograd computes, by the names of the inputs."""
-    tensors: dict[int, Any] = {}
-
-    def tensor_of(array: Any) -> Any:
-        if not isinstance(array, np.ndarray):
-            return array
-        return tensors.setdefault(id(array), as_tensor(array, device))
-
-    positional, named = call.forward.given(np)
-    wanted = {name: tensor_of(array).requires_grad_() for name, array in call.inputs.items()}
-    named = {name: tensor_of(value) for name, value in named.items()}
-    if (mod := named.get("score_mod")) is not None:
-        named["score_mod"] = mod.with_arrays(lambda _, array: tensor_of(array))
-    function = ct.flash_attention_varlen if call.is_packed else ct.flash_attention
-    out, lse = function(*map(tensor_of, positional), return_lse=True, **named)
-    results, given = [out], [as_tensor(call.dout, device)]
-    if call.dlse is not None:
-        results, given = [out, lse], [*given, as_tensor(call.dlse, device)]
-    found = torch.autograd.grad(results, [wanted[name] for name in call.names], given)
-    return {name: as_array(x) for name, x in zip(call.names, found, strict=True)}
 
 
 @pytest.mark.parametrize("seed", range(3))

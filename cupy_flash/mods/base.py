@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cupy_flash.arrays.strided import address_of
-from cupy_flash.arrays.torch_arrays import is_any_tensor, is_torch_on_gpu
+from cupy_flash.arrays.torch_arrays import (
+    is_any_tensor,
+    is_torch_on_gpu,
+    is_tracked,
+    outside_transforms,
+)
 from cupy_flash.mods.captures import (
     CaptureSpec,
     array_node,
@@ -61,7 +66,7 @@ class Modification:
         Expression and specs, on which generated CUDA source depends.
     array_names, arrays
         Names of captured arrays among all arrays of a call, and the arrays as calls read them;
-        tensors on a GPU stay as they were given.
+        tensors on a GPU, and those that require a gradient, stay as they were given.
     tensors
         Captured arrays that were given as tensors of torch, by name. Calls whose arrays are all
         tensors run on torch's stream, and autograd compares the tensors' versions.
@@ -150,7 +155,7 @@ class Modification:
         graph: Node | None,
     ) -> None:
         """Set all attributes that do not depend on `_options`; called once."""
-        read = {name: read_capture(name, captures[name]) for name in sorted(captures)}
+        read = {n: self._read_capture(n, captures[n]) for n in sorted(captures)}
         specs = {name: spec for name, (_, spec) in read.items()}
         arrays = {name: value for name, (value, spec) in read.items() if spec.rank is not None}
         parts = {
@@ -160,7 +165,9 @@ class Modification:
             "traced": Traced(expression, specs, self._block()),
             "array_names": tuple(prefixed(self._keyword, name) for name in arrays),
             "arrays": tuple(
-                captures[name] if is_torch_on_gpu(captures[name]) else array
+                captures[name]
+                if is_torch_on_gpu(captures[name]) or is_tracked(captures[name])
+                else array
                 for name, array in arrays.items()
             ),
             "tensors": MappingProxyType(
@@ -192,11 +199,16 @@ class Modification:
     def _read(self, name: str, value: Any) -> tuple[Any, CaptureSpec]:
         if name in RESERVED:
             raise TypeError(f"{name!r} is a reserved name; choose another for the capture")
-        array, spec = read_capture(name, value)
+        array, spec = self._read_capture(name, value)
         # Checked once for each modification, because calls do not look at the values.
         if spec.dtype == "int64":
             require_int32_values(name, array)
         return array, spec
+
+    def _read_capture(self, name: str, value: Any) -> tuple[Any, CaptureSpec]:
+        """Return the result of `read_capture`, also for a plain tensor inside of a transform."""
+        with outside_transforms(value):
+            return read_capture(name, value)
 
     def _traced(
         self,
@@ -293,6 +305,10 @@ class Modification:
         if all(changed[name] is self.captures[name] for name in names):
             return self
         return self._of_captures({**self.captures, **self.tensors, **changed})
+
+    def with_captured(self, arrays: Mapping[str, Any]) -> Self:
+        """Return an object with the captures of these names replaced."""
+        return self._of_captures({**self.captures, **self.tensors, **arrays})
 
     def _of_captures(self, captures: Mapping[str, Any]) -> Self:
         parts = self.function, self.cuda, captures, self.expression, self._graph

@@ -3,7 +3,8 @@
     from cupy_flash.torch import flash_attention
 
 The functions have the arguments of the functions of the same names in `cupy_flash`. Gradients reach
-q, k, v, bias and sinks, from out and, with return_lse, from lse; numbers and lists are constants.
+q, k, v, bias, sinks, ALiBi slopes and tensors that a `ScoreMod` captures, from out and, with
+return_lse, from lse; numbers and lists are constants.
 `scaled_dot_product_attention` replaces PyTorch's own function. Without gradients, calls cost what
 those in `cupy_flash` do. Unsupported derivatives, such as second derivatives, raise an error.
 

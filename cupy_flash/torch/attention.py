@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from cupy_flash.arrays.kinds import elements
 from cupy_flash.arrays.strided import kind_of
 from cupy_flash.arrays.torch_arrays import may_be_transformed, require_whole
 from cupy_flash.calls.arguments import check_qkv
@@ -16,10 +14,12 @@ from cupy_flash.calls.gpu import torch_autograd
 from cupy_flash.calls.scaled_dot_product import mask_name, options_of, reshaped, shapes_of
 from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
 from cupy_flash.mods.keywords import with_offsets
+from cupy_flash.torch import autocast, transforms
 from cupy_flash.torch.functions import FlashAttention, FlashAttentionWithLse
 from cupy_flash.torch.graphs import are_tensors, is_plain, outside_graph
 from cupy_flash.torch.modifications import fits_graph, is_integer, packed
 from cupy_flash.torch.operators import ATTENTION, ATTENTION_VARLEN
+from cupy_flash.torch.tracked import as_it_is_now, with_tracked
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -65,6 +65,8 @@ def flash_attention(
     RuntimeError
         In the backward pass, if a tensor of the call has been overwritten.
     """
+    if autocast.is_enabled():
+        (q, k, v), modifications = autocast.cast_arguments((q, k, v), modifications)
     if torch.compiler.is_compiling():
         offset, modified = with_offsets(q_offset, modifications)
         plain = is_plain(causal, softmax_scale, layout) and (offset is None or is_integer(offset))
@@ -161,6 +163,8 @@ def flash_attention_varlen(
     TypeError, ValueError, UnsupportedError, CompileError
         See `flash_attention`.
     """
+    if autocast.is_enabled():
+        (q, k, v), modifications = autocast.cast_arguments((q, k, v), modifications)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     if torch.compiler.is_compiling():
         tensors, most = (q, k, v, cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
@@ -215,6 +219,9 @@ def scaled_dot_product_attention(
     options = options_of(dropout_p, is_causal, scale, enable_gqa, has_mask=has_mask)
     names, inputs = ("query", "key", "value"), (query, key, value)
     _require_tensors(names, inputs)
+    if autocast.is_enabled():
+        inputs = query, key, value = tuple(map(autocast.cast_tensor, inputs))
+        attn_mask = autocast.cast_tensor(attn_mask)
     for name, tensor in zip(names, inputs, strict=True):
         if tensor.dtype != query.dtype:
             raise TypeError(
@@ -248,15 +255,17 @@ def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) ->
         if tensor.__class__ is not Tensor:
             _require_tensors(call.names, inputs)
     if may_be_transformed():
+        if transforms.are_active():
+            return transforms.attention(call, inputs, return_lse)
         for name, tensor in zip(call.names, inputs, strict=True):
             require_whole(name, tensor)
     if torch.is_grad_enabled():
         if call.modifications:
-            _require_constants(call)
+            call, inputs = with_tracked(call, inputs)
         for tensor in inputs:
             if tensor.requires_grad:
                 function = FlashAttentionWithLse if return_lse else FlashAttention
-                return function.apply(_as_it_is_now(call), *inputs)
+                return function.apply(as_it_is_now(call), *inputs)
     if call.following_arrays is not None:
         options = call.options if return_lse else call.without_lse
         made = torch_autograd.run(inputs + call.following_arrays, options)
@@ -270,35 +279,3 @@ def _require_tensors(names: tuple[str, ...], inputs: tuple[Any, ...]) -> None:
     for name, tensor in zip(names, inputs, strict=True):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} is {kind_of(tensor)}; expected a tensor")
-
-
-def _require_constants(call: DifferentiableCall) -> None:
-    """Raise ValueError for a tensor that requires a gradient which attention does not compute."""
-    captured = {name: x for mod in call.functions for name, x in mod.tensors.items()}
-    for name, value in {**call.modifications, **captured}.items():
-        if not any(getattr(x, "requires_grad", False) for x in elements(value)):
-            continue
-        if isinstance(value, (list, tuple)):
-            raise ValueError(
-                f"{name} holds a tensor that requires a gradient; pass numbers or detached "
-                "tensors: only q, k, v, and a bias and sinks that are tensors have gradients, not "
-                "lists"
-            )
-        raise ValueError(
-            f"{name} requires a gradient; pass it detached: only q, k, v, bias and sinks have "
-            "gradients"
-        )
-
-
-def _as_it_is_now(call: DifferentiableCall) -> DifferentiableCall:
-    """Return the call with copies of arguments that may change before the backward pass.
-
-    Autograd detects writes to tensors. Lists, and arrays of other libraries, are copied.
-    """
-    # Most calls have neither constants nor modifications.
-    if not call.constants and not call.modifications:
-        return call
-    others = {n: x for n, x in call.constants.items() if not isinstance(x, Tensor)}
-    if others:
-        call = call.with_constants(copy.deepcopy(others))
-    return call.with_numbers()

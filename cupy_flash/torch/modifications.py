@@ -16,16 +16,22 @@ from torch import Tensor
 from cupy_flash.differentiable import WITH_GRADIENT
 from cupy_flash.mods.keywords import ARRAYS, MODS, NAMES, VECTORS
 from cupy_flash.mods.template import place, used_template
+from cupy_flash.problem.gradient import OF_MOD
 
 # Arguments of an operator that describe modifications, in the order of `packed`. Handles are those
 # of score_mod and mask_mod, or empty. The captures of score_mod precede those of mask_mod.
 SCHEMA = (
-    "Tensor? bias, Tensor? sinks, Tensor?[] arrays, Tensor[] captures, str[] handles, "
-    "SymInt[] integers, float[] reals, SymInt[] window, float? softcap"
+    "Tensor? bias, Tensor? sinks, Tensor? alibi_slopes, Tensor?[] arrays, Tensor[] captures, "
+    "str[] handles, SymInt[] integers, float[] reals, SymInt[] window, float? softcap"
 )
 COUNT = SCHEMA.count(",") + 1
-# Names of `arrays`.
-OTHER_ARRAYS = tuple(name for name in ARRAYS if name not in WITH_GRADIENT)
+# Arrays of modifications that have gradients, in the order of the schema, and those of `arrays`.
+DIFFERENTIABLE = (*WITH_GRADIENT, "alibi_slopes")
+OTHER_ARRAYS = tuple(name for name in ARRAYS if name not in DIFFERENTIABLE)
+
+
+# Prefixes of the names of captures among all inputs of a call, in the order of `MODS`.
+_PREFIXES = (OF_MOD, "mask_mod.")
 
 
 def fits_graph(modifications: Mapping[str, Any]) -> bool:
@@ -37,6 +43,8 @@ def fits_graph(modifications: Mapping[str, Any]) -> bool:
             return False
         if name in MODS:
             fits = isinstance(value, MODS[name]) and _has_tensors(value)
+            # A mask has no derivative.
+            fits = fits and not (name == "mask_mod" and _requires_grad(value))
         elif name == "window_size":
             pair = (None, None) if value == -1 else value
             fits = isinstance(pair, (tuple, list)) and len(pair) == 2
@@ -44,7 +52,7 @@ def fits_graph(modifications: Mapping[str, Any]) -> bool:
         elif name == "softcap":
             fits = isinstance(value, (int, float))
         elif isinstance(value, Tensor):
-            fits = name in WITH_GRADIENT or not value.requires_grad
+            fits = name in DIFFERENTIABLE or not value.requires_grad
         else:
             fits = name in VECTORS and _is_number(value)
             fits = fits or (name not in ("bias", "mask", "tree_mask") and _is_list(value))
@@ -86,7 +94,7 @@ def packed(modifications: Mapping[str, Any], q: Tensor, heads: int) -> tuple[Any
         window = (None, None)
     first, others = (
         [_as_tensor(name, modifications.get(name), q, heads) for name in names]
-        for names in (WITH_GRADIENT, OTHER_ARRAYS)
+        for names in (DIFFERENTIABLE, OTHER_ARRAYS)
     )
     # -1 stands for a missing bound.
     bounds = [-1 if x is None else x for x in window]
@@ -96,14 +104,26 @@ def packed(modifications: Mapping[str, Any], q: Tensor, heads: int) -> tuple[Any
 
 def unpacked(*values: Any) -> dict[str, Any]:
     """Return modifications by name, given the arguments that `packed` returned."""
-    bias, sinks, arrays, captures, handles, integers, reals, window, softcap = values
-    names = (*WITH_GRADIENT, *OTHER_ARRAYS, "window_size", "softcap")
-    given = (bias, sinks, *arrays, tuple(window), softcap)
+    *first, arrays, captures, handles, integers, reals, window, softcap = values
+    names = (*DIFFERENTIABLE, *OTHER_ARRAYS, "window_size", "softcap")
+    given = (*first, *arrays, tuple(window), softcap)
     result = dict(zip(names, given, strict=True))
     captured = iter(captures), iter(integers), iter(reals)
     for name, handle in zip(MODS, handles, strict=True):
         result[name] = _modification(handle, *captured) if handle else None
     return result
+
+
+def tensor_names(*values: Any) -> tuple[Any, ...]:
+    """Return the arguments that `packed` returned, with the names of tensors instead of tensors."""
+    *_, captures, handles, integers, reals, window, softcap = values
+    names: list[str] = []
+    for prefix, handle in zip(_PREFIXES, handles, strict=True):
+        if handle:
+            names += [prefix + name for name in used_template(handle).arrays]
+    assert len(names) == len(captures)
+    others = handles, integers, reals, window, softcap
+    return *DIFFERENTIABLE, list(OTHER_ARRAYS), names, *others
 
 
 def is_integer(value: Any) -> bool:
@@ -123,6 +143,10 @@ def _modification(
 def _place(tensor: Tensor) -> tuple[Any, ...]:
     size, dtype = tensor.element_size(), str(tensor.dtype).removeprefix("torch.")
     return place(tensor.data_ptr(), dtype, tensor.shape, [size * n for n in tensor.stride()])
+
+
+def _requires_grad(mod: Any) -> bool:
+    return any(mod.tensors[x].requires_grad for x in mod.template.arrays if x in mod.tensors)
 
 
 def _has_tensors(mod: Any) -> bool:

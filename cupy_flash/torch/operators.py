@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, library
 from torch._library.autograd import Info, make_autograd_impl
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from cupy_flash.arrays.torch_arrays import NO_FORWARD_MODE, has_tangent, in_forward_mode
-from cupy_flash.differentiable import WITH_GRADIENT, DifferentiableCall, dense_call, varlen_call
+from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
+from cupy_flash.problem.gradient import ROWS
 from cupy_flash.torch import modifications as mods
 from cupy_flash.torch.functions import no_second_derivative, pull_back
 
@@ -20,7 +21,8 @@ OPERATORS = _Library("cupy_flash", "FRAGMENT")
 # Devices whose tensors the operators compute.
 _DEVICES = ("CPU", "CUDA")
 
-_DIFFERENTIABLE = ("q", "k", "v", *WITH_GRADIENT)
+# Number of the first arguments that may have gradients: q, k, v, and modifications.
+_FIRST = len(ROWS) + len(mods.DIFFERENTIABLE)
 _LENGTHS = (
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
     "Tensor? seqused_k"
@@ -114,15 +116,17 @@ class _Operator(NamedTuple):
     ) -> list[Any]:
         """Return the gradients of the inputs in `wrt`."""
         call, inputs = self._call(values)
+        call, more = call.with_inputs(lambda name, _: name in wrt)
         needed = tuple(name in wrt for name in call.names)
-        result = pull_back(call, inputs, (out, lse), (dout, dlse), needed)
-        return [gradient for gradient in result if gradient is not None]
+        made = pull_back(call, (*inputs, *more), (out, lse), (dout, dlse), needed)
+        result = dict(zip(call.names, made, strict=True))
+        return [result[name] for name in wrt]
 
     def gradients_fake(
         self, dout: Any, dlse: Any, out: Any, lse: Any, wrt: list[str], *values: Any
     ) -> list[Any]:
         """Return empty tensors with the shapes of these gradients."""
-        inputs = dict(zip(_DIFFERENTIABLE, values, strict=False))
+        inputs = dict(zip(_inputs(_names(values)), _inputs(values), strict=True))
         return [inputs[name].new_empty(inputs[name].shape) for name in wrt]
 
     def backward(self, ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
@@ -131,14 +135,18 @@ class _Operator(NamedTuple):
         tensors = iter(saved)
         leaves = [next(tensors) if x is _SAVED else x for x in ctx.leaves]
         values = tree_unflatten(leaves, ctx.structure)
-        needed = zip(_DIFFERENTIABLE, ctx.needs_input_grad, strict=False)
-        wrt = [name for name, is_needed in needed if is_needed]
+        names = _names(values)
+        # A list of tensors has a list of bools.
+        needed = dict(zip(_inputs(names), _inputs(ctx.needs_input_grad), strict=True))
+        wrt = [name for name, is_needed in needed.items() if is_needed]
         if dout is None:
             dout = torch.zeros_like(out)
         operator = getattr(torch.ops.cupy_flash, f"{self.name}_gradients")
         new = dict(zip(wrt, operator(dout, dlse, out, lse, wrt, *values), strict=True))
-        of_inputs = [new.get(name) for name in _DIFFERENTIABLE]
-        return *of_inputs, *map(_no_gradient, values[len(of_inputs) :])
+        of_first = [new.get(name) for name in names[:_FIRST]]
+        of_captures = [new.get(name) for name in names[_FIRST + 1]]
+        of_others = map(_no_gradient, values[_FIRST + 2 :])
+        return *of_first, _no_gradient(values[_FIRST]), of_captures, *of_others
 
 
 # Placeholder in `ctx.leaves` for a tensor that autograd has saved.
@@ -154,11 +162,21 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
 
 def _refuse_tangents(values: Sequence[Any]) -> None:
     """Raise NotImplementedError if a tensor has a forward-mode tangent."""
-    q, k, v, bias, sinks, arrays, captures, *_ = values
-    names = (*_DIFFERENTIABLE, *mods.OTHER_ARRAYS, *["a captured array"] * len(captures))
-    for name, tensor in zip(names, (q, k, v, bias, sinks, *arrays, *captures), strict=True):
-        if tensor is not None and has_tangent(tensor):
+    names = _names(values)
+    for name, tensor in zip(tree_leaves(names), tree_leaves(tuple(values)), strict=True):
+        if isinstance(tensor, Tensor) and has_tangent(tensor):
             raise NotImplementedError(f"{name} {NO_FORWARD_MODE}")
+
+
+def _names(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the arguments of an operator, with the names of tensors instead of tensors."""
+    modifications = mods.tensor_names(*values[len(ROWS) : len(ROWS) + mods.COUNT])
+    return *ROWS, *modifications, *values[len(ROWS) + mods.COUNT :]
+
+
+def _inputs(values: Sequence[Any]) -> list[Any]:
+    """Return those of the arguments of an operator that may have gradients: also captures."""
+    return [*values[:_FIRST], *values[_FIRST + 1]]
 
 
 def _no_gradient(value: Any) -> Any:

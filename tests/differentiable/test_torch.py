@@ -149,21 +149,6 @@ def test_used_keys_of_packed_sequences_alone_have_gradients(device: str) -> None
     assert not dk[2].any()
 
 
-def test_what_would_have_no_gradient_is_refused() -> None:
-    q, k, v = qkv("cpu")
-    (slopes,) = tensors("cpu", (4,))
-    with pytest.raises(ValueError, match="alibi_slopes requires a gradient; pass it detached"):
-        ct.flash_attention(q, k, v, causal=True, alibi_slopes=slopes)
-    ct.flash_attention(q, k, v, causal=True, alibi_slopes=slopes.detach())
-
-
-def test_a_capture_that_would_have_no_gradient_is_refused(device: str) -> None:
-    (gain,) = tensors(device, (4,))
-    with pytest.raises(TypeError, match="gain"):
-        cupy_flash.ScoreMod(lambda score, h, gain: score * gain[h], gain=gain)
-    cupy_flash.ScoreMod(lambda score, h, gain: score * gain[h], gain=gain.detach())
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

@@ -43,7 +43,7 @@ def modifications(rng: np.random.Generator, name: str, batch: int, keys: int) ->
             "bias": normal(rng, 1, HEADS, 1, keys, grad=True),
             "sinks": normal(rng, HEADS, grad=True),
             "alibi_slopes": rng.random(HEADS).tolist(),
-            "window_size": (int(rng.integers(2, keys)), None),
+            "window_size": (int(rng.integers(1, keys)), None),
             "softcap": 3.0,
             "seqlens_k": rng.integers(1, keys, batch).tolist(),
         }

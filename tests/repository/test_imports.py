@@ -12,10 +12,13 @@ ROOT = Path(__file__).resolve().parents[2]
 # Packages that each package may import; all may import `errors` and `opaque`, too.
 MAY_IMPORT = {
     "flash_attn": {"torch", "calls", "arrays"},
-    "torch": {"api", "calls", "differentiable", "arrays", "mods"},
+    "torch": {"api", "calls", "differentiable", "folding", "arrays", "mods", "problem"},
     "parallel": {"api", "calls", "gpu", "arrays", "mods", "problem"},
     "api": {"calls", "planning", "mods", "problem"},
-    "jax": {"api", "calls", "differentiable", "gpu", "planning", "arrays", "mods", "problem"},
+    "jax": {
+        *("api", "calls", "differentiable", "folding", "gpu"),
+        *("planning", "arrays", "mods", "problem"),
+    },
     "calls": {"gpu", "cpu", "planning", "families", "arrays", "mods", "problem"},
     "gpu": {"planning", "families", "problem"},
     "cpu": {"planning", "families", "arrays", "mods", "problem"},

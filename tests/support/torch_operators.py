@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-# Modifications of a call without any, in the order of the operators' schemas: bias, sinks, other
-# arrays, captures, handles of functions, captured integers and reals, window and softcap.
+# Modifications of a call without any, in the order of the operators' schemas: bias, sinks, slopes,
+# other arrays, captures, handles of functions, captured integers and reals, window and softcap.
 NO_MODIFICATIONS: tuple[Any, ...] = (
-    *(None, None, [None] * 8, []),
+    *(None, None, None, [None] * 7, []),
     *(["", ""], [], [], [-1, -1], None),
 )
 

@@ -14,6 +14,7 @@ score_mod, mask_mod or a list among its arguments splits the graph instead.
 
 from __future__ import annotations
 
+from cupy_flash.torch import flops
 from cupy_flash.torch.attention import (
     flash_attention,
     flash_attention_qkvpacked,
@@ -29,3 +30,5 @@ __all__ = [
     "flash_attention_with_kvcache",
     "scaled_dot_product_attention",
 ]
+
+flops.register()

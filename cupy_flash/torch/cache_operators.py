@@ -31,13 +31,13 @@ OPTIONS = {
     "batch_invariant": "bool",
     "family": "str?",
 }
-_CACHES, _SCALES = ("k_cache", "v_cache"), ("k_scale", "v_scale")
+_CACHES, SCALES = ("k_cache", "v_cache"), ("k_scale", "v_scale")
 
 
 def _operator(name: str, written: tuple[str, ...]) -> Any:
     """Define an operator that writes these tensors, and return it."""
-    marks = {x: f"({'abcd'[i]}!)" for i, x in enumerate((*_CACHES, *_SCALES)) if x in written}
-    optional = [f"Tensor{marks.get(x, '')}? {x}" for x in (*_SCALES, *TENSORS)]
+    marks = {x: f"({'abcd'[i]}!)" for i, x in enumerate((*_CACHES, *SCALES)) if x in written}
+    optional = [f"Tensor{marks.get(x, '')}? {x}" for x in (*SCALES, *TENSORS)]
     options = [f"{kind} {x}" for x, kind in OPTIONS.items()]
     arguments = [
         "Tensor q",
@@ -54,8 +54,8 @@ def _run(
     q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, keys: int, cache_seqlens: Any, *values: Any
 ) -> Any:
     """Compute a step; return out and lse."""
-    count = len(_SCALES) + len(TENSORS)
-    options = dict(zip((*_SCALES, *TENSORS), values[:count], strict=True))
+    count = len(SCALES) + len(TENSORS)
+    options = dict(zip((*SCALES, *TENSORS), values[:count], strict=True))
     options |= zip(OPTIONS, values[count + mods.COUNT :], strict=True)
     options |= mods.unpacked(*values[count : count + mods.COUNT])
     lengths = keys if cache_seqlens is None else cache_seqlens
@@ -75,4 +75,4 @@ def _run_fake(q: Any, k_cache: Any, v_cache: Any, *values: Any) -> Any:
 
 ATTEND = _operator("attention_over_kvcache", ())
 APPEND = _operator("attention_with_kvcache", _CACHES)
-APPEND_WITH_SCALES = _operator("attention_with_kvcache_scales", (*_CACHES, *_SCALES))
+APPEND_WITH_SCALES = _operator("attention_with_kvcache_scales", (*_CACHES, *SCALES))

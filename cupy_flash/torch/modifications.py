@@ -16,6 +16,7 @@ from torch import Tensor
 from cupy_flash.differentiable import WITH_GRADIENT
 from cupy_flash.mods.keywords import ARRAYS, MODS, NAMES, VECTORS
 from cupy_flash.mods.template import place, used_template
+from cupy_flash.mods.trace.traced import Traced
 from cupy_flash.problem.gradient import OF_MOD
 
 # Arguments of an operator that describe modifications, in the order of `packed`. Handles are those
@@ -124,6 +125,13 @@ def tensor_names(*values: Any) -> tuple[Any, ...]:
     assert len(names) == len(captures)
     others = handles, integers, reals, window, softcap
     return *DIFFERENTIABLE, list(OTHER_ARRAYS), names, *others
+
+
+def functions_of(*values: Any) -> list[Traced]:
+    """Return the user's functions, given the arguments that `packed` returned."""
+    *_, handles, _integers, _reals, _window, _softcap = values
+    # The specs of captures make no difference to those who ask for the functions.
+    return [Traced(used_template(x).parts.expression, {}) for x in handles if x]
 
 
 def is_integer(value: Any) -> bool:

@@ -14,6 +14,7 @@ from cupy_flash.arrays.torch_arrays import NO_FORWARD_MODE, has_tangent, in_forw
 from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
 from cupy_flash.problem.gradient import ROWS
 from cupy_flash.torch import modifications as mods
+from cupy_flash.torch.batching import mapped
 from cupy_flash.torch.functions import no_second_derivative, pull_back
 
 _Library: Any = library.Library
@@ -23,10 +24,14 @@ _DEVICES = ("CPU", "CUDA")
 
 # Number of the first arguments that may have gradients: q, k, v, and modifications.
 _FIRST = len(ROWS) + len(mods.DIFFERENTIABLE)
-_LENGTHS = (
+# Arguments of operators after the modifications, and of those of gradients before q.
+DENSE_SCHEMA = "bool causal, float? softmax_scale, SymInt? q_offset, str layout"
+VARLEN_SCHEMA = (
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    "Tensor? seqused_k"
+    "Tensor? seqused_k, bool causal, float? softmax_scale"
 )
+RESULTS = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse, str[] wrt"
+_LEADING = RESULTS.count(",") + 1
 
 
 def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -56,6 +61,8 @@ class _Operator(NamedTuple):
     ----------
     name
         Name of the operator.
+    kind
+        Kind of the call, see `Options`.
     schema
         Schema of the other arguments.
     of_plain
@@ -66,6 +73,7 @@ class _Operator(NamedTuple):
     """
 
     name: str
+    kind: str
     schema: str
     of_plain: Callable[..., tuple[DifferentiableCall, tuple[Any, ...]]]
     lse_shape: Callable[..., tuple[Any, ...]]
@@ -84,11 +92,12 @@ class _Operator(NamedTuple):
             return recording(keyset, *values)
 
         OPERATORS.impl(self.name, without_tangents, "Autograd", with_keyset=True)
-        results = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse, str[] wrt"
-        schema = f"({results}, {arguments}) -> Tensor[]"
+        schema = f"({RESULTS}, {arguments}) -> Tensor[]"
         define(f"{self.name}_gradients", schema, self.gradients, self.gradients_fake)
         name = f"cupy_flash::{self.name}_gradients"
         library.register_autograd(name, _refuse_second_derivative, lib=OPERATORS)
+        library.register_vmap(f"cupy_flash::{self.name}", self.run_mapped, lib=OPERATORS)
+        library.register_vmap(name, self.gradients_mapped, lib=OPERATORS)
         return operator
 
     def _call(self, values: Sequence[Any]) -> tuple[DifferentiableCall, tuple[Any, ...]]:
@@ -128,6 +137,31 @@ class _Operator(NamedTuple):
         """Return empty tensors with the shapes of these gradients."""
         inputs = dict(zip(_inputs(_names(values)), _inputs(values), strict=True))
         return [inputs[name].new_empty(inputs[name].shape) for name in wrt]
+
+    def run_mapped(self, info: Any, axes: Any, *values: Any) -> Any:
+        """Compute attention for each element of an axis."""
+        return self._mapped(self.name, info, axes, _names(values), values, ())
+
+    def gradients_mapped(self, info: Any, axes: Any, *values: Any) -> Any:
+        """Compute the gradients for each element of an axis."""
+        results, wrt, plain = values[:_LEADING], values[_LEADING - 1], values[_LEADING:]
+        names = (*("dout", "dlse", "out", "lse"), wrt, *_names(plain))
+        return self._mapped(f"{self.name}_gradients", info, axes, names, (*results, *plain), wrt)
+
+    def _mapped(
+        self,
+        name: str,
+        info: Any,
+        axes: Any,
+        names: tuple[Any, ...],
+        values: tuple[Any, ...],
+        wrt: Sequence[str],
+    ) -> Any:
+        # Modifications follow q, k and v, also in the arguments of gradients.
+        first = (_LEADING if wrt else 0) + len(ROWS)
+        functions = mods.functions_of(*values[first : first + mods.COUNT])
+        operator, size = getattr(torch.ops.cupy_flash, name), info.batch_size
+        return mapped(operator, self.kind, size, axes, names, values, functions, wrt)
 
     def backward(self, ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
         """Return a gradient or None for each argument of the operator."""
@@ -200,15 +234,7 @@ def _varlen_lse_shape(q: Any, *_: Any) -> tuple[Any, ...]:
     return q.shape[1], q.shape[0]
 
 
-ATTENTION = _Operator(
-    "attention",
-    "bool causal, float? softmax_scale, SymInt? q_offset, str layout",
-    dense_call,
-    _dense_lse_shape,
-).register()
+ATTENTION = _Operator("attention", "dense", DENSE_SCHEMA, dense_call, _dense_lse_shape).register()
 ATTENTION_VARLEN = _Operator(
-    "attention_varlen",
-    f"{_LENGTHS}, bool causal, float? softmax_scale",
-    varlen_call,
-    _varlen_lse_shape,
+    "attention_varlen", "varlen", VARLEN_SCHEMA, varlen_call, _varlen_lse_shape
 ).register()

@@ -229,8 +229,8 @@ PLAIN = [plain, plain_packed, plain_varlen, plain_cached, plain_combine, plain_b
     ("transform", "message"),
     [
         (dual, TANGENT), (dual_of_parameters, f"{TANGENT}|requires a gradient"),
-        (jvp, f"{TANGENT}|{TRANSFORM}"), (linearize, TRACED), (jacfwd, f"{TANGENT}|{TRANSFORM}"),
-        (functionalize, TRANSFORM), (make_fx, TRACED), (jit_trace, TRACED), (fake, TRACED),
+        (jvp, f"{TANGENT}|{TRANSFORM}"), (linearize, f"{TANGENT}|{TRACED}"),
+        (jacfwd, f"{TANGENT}|{TRANSFORM}"), (functionalize, TRANSFORM), (jit_trace, TRACED),
     ],
 )  # fmt: skip
 def test_what_memory_does_not_hold_is_refused(
@@ -242,6 +242,23 @@ def test_what_memory_does_not_hold_is_refused(
         message = f"{message}|{TRANSFORM}|{TRACED}"
     with pytest.raises((NotImplementedError, TypeError), match=message):
         transform(attention, x, t)
+
+
+@pytest.mark.parametrize("attention", PLAIN)
+@pytest.mark.parametrize("transform", [make_fx, fake])
+def test_plain_functions_are_not_traced(transform: Any, attention: Any, device: str) -> None:
+    message = f"{TRACED}|{TRANSFORM}" if attention is plain_varlen else TRACED
+    with pytest.raises((NotImplementedError, TypeError), match=message):
+        transform(attention, numbers(device), numbers(device))
+
+
+@pytest.mark.parametrize("attention", FUNCTIONS)
+def test_graphs_and_fake_tensors_have_the_operator(attention: Any, device: str) -> None:
+    x, t = numbers(device), numbers(device)
+    expected = attention(t)
+    torch.testing.assert_close(make_fx(attention, x, t), expected, rtol=0, atol=0)
+    found = fake(attention, x, t)
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
 
 
 @pytest.mark.parametrize("attention", PLAIN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_cal
 from cupy_flash.mods.keywords import with_offsets
 from cupy_flash.torch import autocast, transforms
 from cupy_flash.torch.functions import FlashAttention, FlashAttentionWithLse
+from cupy_flash.torch.nested import longest_shape, packed_call
 from cupy_flash.torch.operators import fits_operator, plain_modifications
 from cupy_flash.torch.tracked import as_it_is_now, with_tracked
 
@@ -226,6 +228,15 @@ def scaled_dot_product_attention(
             raise TypeError(
                 f"{name} has dtype {tensor.dtype}; expected {query.dtype}, as query has"
             )
+    if any(x.is_nested for x in inputs):
+        if attn_mask is not None:
+            raise ValueError(
+                "attn_mask is given with nested tensors; pass flash_attention a mask_mod instead"
+            )
+        q, k, v = (longest_shape(*x) for x in zip(names, inputs, strict=True))
+        shapes_of(q, k, v, None, enable_gqa)
+        result: Tensor = flash_attention(query, key, value, **options)
+        return result
     of_mask = None
     if attn_mask is not None:
         _require_tensors(("attn_mask",), (attn_mask,))
@@ -253,6 +264,9 @@ def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) ->
         # Parameter need.
         if tensor.__class__ is not Tensor:
             _require_tensors(call.names, inputs)
+            if any(x.is_nested for x in inputs[:3]) and call.options.kind == "dense":
+                packed = packed_call(call, inputs)
+                return packed.nested(_run(packed.call, packed.inputs, return_lse), return_lse)
     if may_be_transformed():
         if transforms.are_active():
             return transforms.attention(call, inputs, return_lse)
@@ -275,9 +289,17 @@ def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) ->
 
 
 def _require_tensors(names: tuple[str, ...], inputs: tuple[Any, ...]) -> None:
+    # Without this module, which takes a second to import, there is no DTensor.
+    distributed = sys.modules.get("torch.distributed.tensor")
     for name, tensor in zip(names, inputs, strict=True):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} is {kind_of(tensor)}; expected a tensor")
+        if distributed is not None and isinstance(tensor, distributed.DTensor):
+            raise TypeError(
+                f"{name} is a DTensor, of which this process has a part; pass {name}.to_local(), "
+                "or call torch.distributed.tensor.experimental.local_map(flash_attention, ...) "
+                "with heads or batches sharded"
+            )
 
 
 def _call_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from cupy_flash.calls.scaled_dot_product import mask_name, options_of, reshaped,
 from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
 from cupy_flash.mods.keywords import with_offsets
 from cupy_flash.torch import autocast, transforms
+from cupy_flash.torch.distributed import require_local, waited_for
 from cupy_flash.torch.functions import FlashAttention, FlashAttentionWithLse
 from cupy_flash.torch.nested import longest_shape, packed_call
 from cupy_flash.torch.operators import fits_operator, plain_modifications
@@ -264,9 +264,11 @@ def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) ->
         # Parameter need.
         if tensor.__class__ is not Tensor:
             _require_tensors(call.names, inputs)
+            inputs = waited_for(inputs)
             if any(x.is_nested for x in inputs[:3]) and call.options.kind == "dense":
                 packed = packed_call(call, inputs)
                 return packed.nested(_run(packed.call, packed.inputs, return_lse), return_lse)
+            break
     if may_be_transformed():
         if transforms.are_active():
             return transforms.attention(call, inputs, return_lse)
@@ -289,17 +291,10 @@ def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) ->
 
 
 def _require_tensors(names: tuple[str, ...], inputs: tuple[Any, ...]) -> None:
-    # Without this module, which takes a second to import, there is no DTensor.
-    distributed = sys.modules.get("torch.distributed.tensor")
     for name, tensor in zip(names, inputs, strict=True):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} is {kind_of(tensor)}; expected a tensor")
-        if distributed is not None and isinstance(tensor, distributed.DTensor):
-            raise TypeError(
-                f"{name} is a DTensor, of which this process has a part; pass {name}.to_local(), "
-                "or call torch.distributed.tensor.experimental.local_map(flash_attention, ...) "
-                "with heads or batches sharded"
-            )
+        require_local(name, tensor)
 
 
 def _call_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

@@ -48,12 +48,13 @@ def flash_attention(
     Parameters
     ----------
     q, k, v, causal, softmax_scale, q_offset, layout, return_lse, **modifications
-        See `cupy_flash.flash_attention`.
+        See `cupy_flash.flash_attention`. q, k and v may be nested tensors with the jagged layout,
+        whose seqlen is ragged; a bias, a mask, a tree_mask and seqlens_k then raise ValueError.
 
     Returns
     -------
     out : Tensor, shape (batch, seqlen_q, heads_q, head_dim_v)
-        Output. With return_lse, the pair (out, lse).
+        Output. With return_lse, the pair (out, lse). Both are nested tensors if q is.
 
     Raises
     ------
@@ -61,7 +62,7 @@ def flash_attention(
         See `cupy_flash.flash_attention` and, for the backward pass,
         `cupy_flash.flash_attention_backward`.
     NotImplementedError
-        If a tensor has a forward-mode tangent, inside a torch.func transform, while a graph is
+        If a tensor has a forward-mode tangent, inside torch.func.functionalize, while a graph is
         traced by anything but torch.compile, and if a gradient is differentiated.
     RuntimeError
         In the backward pass, if a tensor of the call has been overwritten.
@@ -204,7 +205,8 @@ def scaled_dot_product_attention(
     ----------
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         See `cupy_flash.scaled_dot_product_attention`. Gradients reach query, key, value and a
-        float attn_mask.
+        float attn_mask. query, key and value may be nested tensors (batch, heads, seqlen, head_dim)
+        with the jagged layout, without an attn_mask.
 
     Returns
     -------

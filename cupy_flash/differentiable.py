@@ -183,7 +183,7 @@ class DifferentiableCall(NamedTuple):
         if captures:
             score_mod = self.modifications["score_mod"]
             if any(score_mod.tensors.get(name) is not array for name, array in captures.items()):
-                result["score_mod"] = score_mod.with_captured(captures)
+                result["score_mod"] = score_mod.with_arrays(lambda name, x: captures.get(name, x))
         return result
 
 

@@ -219,8 +219,12 @@ def resolved(name: str, array: Any, *, is_written: bool = False) -> Any:
     if tensor.is_meta:
         raise TypeError(f"{name} is a meta tensor, which has no memory; pass a real tensor")
     if tensor.layout is not torch.strided or tensor.is_nested:
-        layout = "nested" if tensor.is_nested else str(tensor.layout)
-        raise TypeError(f"{name} has the layout {layout}; expected torch.strided")
+        if not tensor.is_nested:
+            raise TypeError(f"{name} has the layout {tensor.layout}; expected torch.strided")
+        raise TypeError(
+            f"{name} has the layout nested; expected torch.strided, or torch.jagged in a call of "
+            "cupy_flash.torch: torch.nested.nested_tensor(..., layout=torch.jagged)"
+        )
     if tensor.requires_grad:
         if torch.is_grad_enabled():
             raise TypeError(

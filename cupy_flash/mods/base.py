@@ -300,15 +300,12 @@ class Modification:
 
     def with_arrays(self, change: Callable[[str, Any], Any]) -> Self:
         """Return an object with each captured array replaced by `change(name, array)`."""
-        names = [name for name, spec in self.specs.items() if spec.rank is not None]
-        changed = {name: change(name, self.captures[name]) for name in names}
-        if all(changed[name] is self.captures[name] for name in names):
+        given = {n: self.captures[n] for n, spec in self.specs.items() if spec.rank is not None}
+        made = {name: change(name, array) for name, array in given.items()}
+        changed = {name: array for name, array in made.items() if array is not given[name]}
+        if not changed:
             return self
         return self._of_captures({**self.captures, **self.tensors, **changed})
-
-    def with_captured(self, arrays: Mapping[str, Any]) -> Self:
-        """Return an object with the captures of these names replaced."""
-        return self._of_captures({**self.captures, **self.tensors, **arrays})
 
     def _of_captures(self, captures: Mapping[str, Any]) -> Self:
         parts = self.function, self.cuda, captures, self.expression, self._graph

@@ -8,6 +8,9 @@ return_lse, from lse; numbers and lists are constants.
 `scaled_dot_product_attention` replaces PyTorch's own function. Without gradients, calls cost what
 those in `cupy_flash` do. Unsupported derivatives, such as second derivatives, raise an error.
 
+The functions may be transformed by `torch.func.grad`, `vjp` and `vmap`, cast under `torch.autocast`
+and take nested tensors with the jagged layout; see docs/guide/gradients.md.
+
 Under `torch.compile` a call becomes the operator `cupy_flash::attention` in the graph. A call with
 score_mod, mask_mod or a list among its arguments splits the graph instead.
 """

@@ -15,9 +15,11 @@ from cupy_flash.calls.scaled_dot_product import mask_name, options_of, reshaped,
 from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
 from cupy_flash.mods.keywords import with_offsets
 from cupy_flash.torch import autocast, transforms
+from cupy_flash.torch.distributed import require_local, waited_for
 from cupy_flash.torch.functions import FlashAttention, FlashAttentionWithLse
 from cupy_flash.torch.graphs import are_tensors, is_plain, outside_graph
 from cupy_flash.torch.modifications import fits_graph, is_integer, packed
+from cupy_flash.torch.nested import longest_shape, packed_call
 from cupy_flash.torch.observed import is_observed, results_of_operator
 from cupy_flash.torch.operators import ATTENTION, ATTENTION_VARLEN
 from cupy_flash.torch.tracked import as_it_is_now, with_tracked
@@ -48,12 +50,13 @@ def flash_attention(
     Parameters
     ----------
     q, k, v, causal, softmax_scale, q_offset, layout, return_lse, **modifications
-        See `cupy_flash.flash_attention`.
+        See `cupy_flash.flash_attention`. q, k and v may be nested tensors with the jagged layout,
+        whose seqlen is ragged; a bias, a mask, a tree_mask and seqlens_k then raise ValueError.
 
     Returns
     -------
     out : Tensor, shape (batch, seqlen_q, heads_q, head_dim_v)
-        Output. With return_lse, the pair (out, lse).
+        Output. With return_lse, the pair (out, lse). Both are nested tensors if q is.
 
     Raises
     ------
@@ -61,7 +64,7 @@ def flash_attention(
         See `cupy_flash.flash_attention` and, for the backward pass,
         `cupy_flash.flash_attention_backward`.
     NotImplementedError
-        If a tensor has a forward-mode tangent, inside a torch.func transform, while a graph is
+        If a tensor has a forward-mode tangent, inside torch.func.functionalize, while a graph is
         traced by anything but torch.compile, and if a gradient is differentiated.
     RuntimeError
         In the backward pass, if a tensor of the call has been overwritten.
@@ -204,7 +207,8 @@ def scaled_dot_product_attention(
     ----------
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         See `cupy_flash.scaled_dot_product_attention`. Gradients reach query, key, value and a
-        float attn_mask.
+        float attn_mask. query, key and value may be nested tensors (batch, heads, seqlen, head_dim)
+        with the jagged layout, without an attn_mask.
 
     Returns
     -------
@@ -228,6 +232,15 @@ def scaled_dot_product_attention(
             raise TypeError(
                 f"{name} has dtype {tensor.dtype}; expected {query.dtype}, as query has"
             )
+    if any(x.is_nested for x in inputs):
+        if attn_mask is not None:
+            raise ValueError(
+                "attn_mask is given with nested tensors; pass flash_attention a mask_mod instead"
+            )
+        q, k, v = (longest_shape(*x) for x in zip(names, inputs, strict=True))
+        shapes_of(q, k, v, None, enable_gqa)
+        result: Tensor = flash_attention(query, key, value, **options)
+        return result
     of_mask = None
     if attn_mask is not None:
         _require_tensors(("attn_mask",), (attn_mask,))
@@ -255,6 +268,11 @@ def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) ->
         # Parameter need.
         if tensor.__class__ is not Tensor:
             _require_tensors(call.names, inputs)
+            inputs = waited_for(inputs)
+            if any(x.is_nested for x in inputs[:3]) and call.options.kind == "dense":
+                packed = packed_call(call, inputs)
+                return packed.nested(_run(packed.call, packed.inputs, return_lse), return_lse)
+            break
     if may_be_transformed():
         if transforms.are_active():
             return transforms.attention(call, inputs, return_lse)
@@ -282,3 +300,4 @@ def _require_tensors(names: tuple[str, ...], inputs: tuple[Any, ...]) -> None:
     for name, tensor in zip(names, inputs, strict=True):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} is {kind_of(tensor)}; expected a tensor")
+        require_local(name, tensor)

@@ -12,8 +12,11 @@ from cupy_flash.arrays.strided import LAYOUTS
 
 
 def are_tensors(*arrays: Any, optional: tuple[Any, ...] = ()) -> bool:
-    """Return whether all arguments are tensors, and those in `optional` tensors or None."""
-    return all(isinstance(x, Tensor) for x in arrays) and all(
+    """Return whether all arguments are tensors, and those in `optional` tensors or None.
+
+    Nested tensors do not count, because no operator takes them.
+    """
+    return all(isinstance(x, Tensor) and not x.is_nested for x in arrays) and all(
         x is None or isinstance(x, Tensor) for x in optional
     )
 

@@ -42,7 +42,7 @@ class TensorCall(NamedTuple):
             named["alibi_slopes"] = captures["alibi_slopes"]
         elif captures:
             mod = named["score_mod"]
-            named["score_mod"] = mod.with_captured(captures)
+            named["score_mod"] = mod.with_arrays(lambda name, x: captures.get(name, x))
         found: tuple[Any, ...] = self.function(**named, return_lse=True)
         return found[: len(self.results)]
 

@@ -6,7 +6,7 @@ its `Template`, and its captures, which may be inputs of the graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -54,9 +54,11 @@ def fits_graph(modifications: Mapping[str, Any]) -> bool:
             fits = isinstance(value, (int, float))
         elif isinstance(value, Tensor):
             fits = name in DIFFERENTIABLE or not value.requires_grad
+        elif name in VECTORS:
+            fits = _is_number(value) or _is_list(value, _is_number)
         else:
-            fits = name in VECTORS and _is_number(value)
-            fits = fits or (name not in ("bias", "mask", "tree_mask") and _is_list(value))
+            # Arrays of numbers of sequences; the others have more axes and are no lists.
+            fits = name not in ("bias", "mask", "tree_mask") and _is_list(value, is_integer)
         if not fits:
             return False
     return True
@@ -182,6 +184,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _is_list(value: Any) -> bool:
-    """Return whether a value is a list of numbers, or of such lists."""
-    return isinstance(value, (list, tuple)) and all(_is_number(x) or _is_list(x) for x in value)
+def _is_list(value: Any, is_element: Callable[[Any], bool]) -> bool:
+    """Return whether a value is a list of such elements, or of such lists."""
+    return isinstance(value, (list, tuple)) and all(
+        is_element(x) or _is_list(x, is_element) for x in value
+    )

@@ -134,3 +134,75 @@ def test_the_operators_of_caches(name: str, functions: bool, rng: np.random.Gene
         *(options.get(x) for x in cache_operators.OPTIONS),
     )
     library.opcheck(CACHED[name], arguments)
+
+
+@pytest.mark.parametrize("name", ["none", "bias", "slopes", "lengths", "function", *MODIFICATIONS])
+def test_a_mapped_operator_computes_each_element(name: str, rng: np.random.Generator) -> None:
+    size, batch, queries, keys = (int(x) for x in rng.integers(2, 6, 4))
+    q, k, v = (x.detach() for x in rows(rng, size, batch, queries, keys=keys))
+    given: dict[str, Any] = {
+        "bias": {"bias": normal(rng, HEADS, 1, keys)},
+        "slopes": {"alibi_slopes": normal(rng, batch, HEADS)},
+        "lengths": {"seqlens_k": rng.integers(1, keys, batch).tolist()},
+        "function": {"mask_mod": MaskMod(lambda i, j: (i + j) % 3 > 0)},
+    }.get(name) or modifications(rng, name, batch, keys)
+    given = {n: x.detach() if isinstance(x, torch.Tensor) else x for n, x in given.items()}
+    others = *packed(given, q, HEADS), True, None, None, "bshd"
+    operator = torch.ops.cupy_flash.attention_gradients
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        return operators.ATTENTION(q, k, v, *others)
+
+    def gradients(dout: Any, out: Any, lse: Any, q: Any, k: Any, v: Any) -> Any:
+        return operator(dout, None, out, lse, ["q", "k"], q, k, v, *others)
+
+    def assert_mapped(function: Any, *arguments: Any, axes: Any) -> Any:
+        found = torch.vmap(function, axes)(*arguments)
+        for n in range(size):
+            own = [x if d is None else x.select(d, n) for x, d in zip(arguments, axes, strict=True)]
+            for x, y in zip(found, function(*own), strict=True):
+                torch.testing.assert_close(x[n], y, rtol=0, atol=1e-12)
+        return found
+
+    # All sequences share the keys in the second case.
+    assert_mapped(attention, q.movedim(0, 2), k[0], v, axes=(2, None, 0))
+    out, lse = assert_mapped(attention, q, k, v, axes=(0, 0, 0))
+    dout = torch.randn_like(out)
+    assert_mapped(gradients, dout, out, lse, q, k, v, axes=(0,) * 6)
+
+
+def test_operations_are_counted_as_those_of_torch(rng: np.random.Generator) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def counted(call: Any) -> tuple[int, ...]:
+        with FlopCounterMode(display=False) as counter:
+            call().sum().backward()
+        return tuple(counter.get_flop_counts()["Global"].values())
+
+    batch, queries, keys = (int(x) for x in rng.integers(2, 10, 3))
+    q, k, v = rows(rng, batch, queries, keys=keys)
+    pairs = HEADS * batch * queries * keys
+    found = counted(lambda: ct.flash_attention(q, k, v, causal=True))
+    assert found == (2 * pairs * (5 + 3), 2 * pairs * (3 * 5 + 2 * 3))
+    q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v))
+    assert counted(lambda: ct.flash_attention(q, k, v, layout="bhsd")) == found
+    q, k, v = rows(rng, 9, keys=12)
+    ends_q, ends_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 4, 9], [0, 10, 12]))
+    pairs = HEADS * (4 * 10 + 5 * 2)
+    found = counted(lambda: ct.flash_attention_varlen(q, k, v, ends_q, ends_k, 5, 10))
+    assert found == (2 * pairs * (5 + 3), 2 * pairs * (3 * 5 + 2 * 3))
+
+
+def test_operations_of_cached_calls_are_counted(rng: np.random.Generator) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    q, k, v = (normal(rng, 2, 3, heads, 5) for heads in (HEADS, HEADS_KV, HEADS_KV))
+    caches = [torch.zeros(2, 9, HEADS_KV, 5, dtype=torch.float64) for _ in range(2)]
+    options = [None] * len(cache_operators.TENSORS)
+    others = (True, False, None, True, None, 0, False, None)
+    with FlopCounterMode(display=False) as counter:
+        cache_operators.APPEND(
+            *(q, *caches, k, v, 0, torch.tensor([2, 6]), None, None, *options),
+            *(*packed({}, q, HEADS), *others),
+        )
+    assert counter.get_total_flops() == 2 * HEADS * 3 * (5 + 9) * (5 + 5)

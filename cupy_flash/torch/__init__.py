@@ -11,8 +11,8 @@ those in `cupy_flash` do. Unsupported derivatives, such as second derivatives, r
 The functions may be transformed by `torch.func.grad`, `vjp` and `vmap`, cast under `torch.autocast`
 and take nested tensors with the jagged layout; see docs/guide/gradients.md.
 
-Under `torch.compile` a call becomes the operator `cupy_flash::attention` in the graph. A call with
-score_mod, mask_mod or a list among its arguments splits the graph instead.
+Under `torch.compile` a call becomes an operator in the graph, such as `cupy_flash::attention`; see
+docs/guide/torch_compile.md.
 """
 
 from __future__ import annotations

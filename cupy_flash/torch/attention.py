@@ -64,8 +64,8 @@ def flash_attention(
         See `cupy_flash.flash_attention` and, for the backward pass,
         `cupy_flash.flash_attention_backward`.
     NotImplementedError
-        If a tensor has a forward-mode tangent, inside torch.func.functionalize, while a graph is
-        traced by anything but torch.compile, and if a gradient is differentiated.
+        If a tensor has a forward-mode tangent, inside torch.func.functionalize and torch.jit.trace,
+        and if a gradient is differentiated.
     RuntimeError
         In the backward pass, if a tensor of the call has been overwritten.
     """

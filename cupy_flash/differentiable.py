@@ -113,17 +113,18 @@ class DifferentiableCall(NamedTuple):
         )
 
     def with_inputs(
-        self, is_input: Callable[[Any], bool]
+        self, is_input: Callable[[str, Any], bool]
     ) -> tuple[DifferentiableCall, tuple[Any, ...]]:
         """Return the call with more differentiable inputs, and these inputs.
 
-        They are the ALiBi slopes and those tensors captured by score_mod that satisfy `is_input`.
+        They are the ALiBi slopes and those tensors captured by score_mod for which
+        `is_input(name, tensor)` is true.
         """
         score_mod = self.modifications.get("score_mod")
         captured = {} if score_mod is None else score_mod.tensors
         found = {_SLOPES: self.modifications.get(_SLOPES)}
         found |= {OF_MOD + name: tensor for name, tensor in captured.items()}
-        found = {name: array for name, array in found.items() if is_input(array)}
+        found = {name: array for name, array in found.items() if is_input(name, array)}
         if not found:
             return self, ()
         modifications = {n: x for n, x in self.modifications.items() if n not in found}

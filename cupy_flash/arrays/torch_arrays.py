@@ -140,6 +140,12 @@ def _transform_state() -> tuple[Any, ...]:
     )
 
 
+def in_forward_mode() -> bool:
+    """Return whether tensors may have forward-mode tangents."""
+    forward_ad, *_ = _transform_state()
+    return bool(forward_ad._current_level >= 0)
+
+
 def untracked_part(tensor: Any) -> str | None:
     """Return a message on what a read of a tensor's memory alone would lose, or None."""
     if is_traced():

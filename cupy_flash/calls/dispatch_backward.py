@@ -34,6 +34,7 @@ from cupy_flash.calls.gpu.backward import GRADIENTS
 from cupy_flash.calls.host import backward as host_backward
 from cupy_flash.calls.options import Options
 from cupy_flash.mods.slopes import capturing_slopes
+from cupy_flash.opaque import is_traced, outside
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.gradient import OF_MOD, ROWS
 
@@ -109,6 +110,8 @@ def gradients(
     stream: Any | None = None,
 ) -> tuple[Any, ...]:
     """Return the result of a public function that computes gradients, on `stream` if given."""
+    if is_traced():
+        return outside(gradients, (arguments, options, backend, modifications, stream))
     if stream is not None:
         with on_stream(stream, arguments.like):
             return gradients(arguments, options, backend, modifications)

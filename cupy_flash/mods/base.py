@@ -35,6 +35,7 @@ from cupy_flash.mods.pickling import (
     restored,
 )
 from cupy_flash.mods.signature import POSITIONS, RESERVED, check_text, parameters_of
+from cupy_flash.mods.template import Parts, Template, captures_of
 from cupy_flash.mods.trace.closures import ClosureRebuilder, random_states
 from cupy_flash.mods.trace.symbols import Symbol, TracedArray, as_node
 from cupy_flash.mods.trace.traced import Traced
@@ -73,9 +74,12 @@ class Modification:
         Captured numbers by their names among all arrays of a call, in the form of `number_key`.
     read_alone
         Arguments that were read by calls without other modifications; None before the first.
+    template
+        The modification without the values of its captures, which graphs name by its handle.
     """
 
     __slots__ = (
+        "__weakref__",
         "_graph",
         "array_names",
         "arrays",
@@ -84,6 +88,7 @@ class Modification:
         "function",
         "numbers",
         "read_alone",
+        "template",
         "tensors",
         "traced",
     )
@@ -101,6 +106,7 @@ class Modification:
     tensors: Mapping[str, Any]
     numbers: tuple[tuple[str, bool | int | str], ...]
     read_alone: Any | None
+    template: Template
     # The traced function, or None if there is CUDA source and the function cannot be traced.
     _graph: Node | None
 
@@ -148,7 +154,7 @@ class Modification:
         expression: Node,
         graph: Node | None,
     ) -> None:
-        """Set all attributes; called once."""
+        """Set all attributes that do not depend on `_options`; called once."""
         read = {n: self._read_capture(n, captures[n]) for n in sorted(captures)}
         specs = {name: spec for name, (_, spec) in read.items()}
         arrays = {name: value for name, (value, spec) in read.items() if spec.rank is not None}
@@ -175,6 +181,18 @@ class Modification:
         }
         for name, part in parts.items():
             object.__setattr__(self, name, part)
+
+    def _set_template(self) -> None:
+        """Set the attribute `template`, after all others are set."""
+        options = tuple(self._options().items())
+        captures = captures_of(self.specs)
+        function = self.function if self._graph is None else None
+        parts = Parts(
+            type(self), options, self.cuda, self.expression, self._graph, captures, function
+        )
+        name = getattr(self.function, "__name__", repr(self.function))
+        object.__setattr__(self, "template", Template(parts, name))
+        self.template.add(self)
 
     def _read(self, name: str, value: Any) -> tuple[Any, CaptureSpec]:
         if name in RESERVED:
@@ -288,9 +306,24 @@ class Modification:
         return self._of_captures({**self.captures, **self.tensors, **changed})
 
     def _of_captures(self, captures: Mapping[str, Any]) -> Self:
-        made: Self = object.__new__(type(self))
-        made._set_options(self._options())
-        made._set(self.function, self.cuda, captures, self.expression, self._graph)
+        parts = self.function, self.cuda, captures, self.expression, self._graph
+        return self.made(self._options(), *parts)
+
+    @classmethod
+    def made(
+        cls,
+        options: Mapping[str, Any],
+        function: Callable[..., Any],
+        cuda: str | None,
+        captures: Mapping[str, Any],
+        expression: Node,
+        graph: Node | None,
+    ) -> Self:
+        """Return an object made of the parts of others, without tracing the function."""
+        made = object.__new__(cls)
+        made._set_options(options)
+        made._set(function, cuda, captures, expression, graph)
+        made._set_template()
         return made
 
     def _options(self) -> dict[str, Any]:
@@ -384,12 +417,9 @@ def _unpickled(
             "does not contain what it computes, because it cannot be traced"
         )
     traced = None if graph is None else restored(graph)
-    made = object.__new__(kind)
-    made._set_options(options)
     text = traced if expression is None else restored(expression)
     assert text is not None
-    made._set(function, cuda, captures, text, traced)
-    return made
+    return kind.made(options, function, cuda, captures, text, traced)
 
 
 def _hold_the_same(x: Any, y: Any) -> bool:

@@ -17,6 +17,7 @@ from cupy_flash.mods.on_arrays.interpret import Interpreter
 from cupy_flash.mods.pickling import AbsentFunction
 from cupy_flash.mods.picture import draw
 from cupy_flash.mods.trace.traced import Derivable
+from cupy_flash.opaque import untraced
 
 
 class ScoreMod(Modification):
@@ -82,6 +83,7 @@ class ScoreMod(Modification):
 
     differentiable: tuple[str, ...]
 
+    @untraced
     def __init__(
         self,
         function: Callable[..., Any],
@@ -94,6 +96,7 @@ class ScoreMod(Modification):
         super().__init__(function, cuda=cuda, **captures)
         names = require_differentiable(differentiable, self.specs)
         object.__setattr__(self, "differentiable", names)
+        self._set_template()
 
     @classmethod
     def of_graph(
@@ -123,9 +126,10 @@ class ScoreMod(Modification):
         """Return an object whose differentiable captures are those of these names."""
         if names == self.differentiable:
             return self
-        made = self.__copy__()
-        object.__setattr__(made, "differentiable", require_differentiable(names, self.specs))
-        return made
+        names = require_differentiable(names, self.specs)
+        captures = {**self.captures, **self.tensors}
+        parts = self.function, self.cuda, captures, self.expression, self._graph
+        return self.made({"differentiable": names}, *parts)
 
     @property
     def derivable(self) -> Derivable:
@@ -266,11 +270,13 @@ class MaskMod(Modification):
     # object, because equal objects may have captured other values.
     _maps: dict[Any, Any]
 
+    @untraced
     def __init__(
         self, function: Callable[..., Any], /, *, cuda: str | None = None, **captures: Any
     ) -> None:
         super().__init__(function, cuda=cuda, **captures)
         self._set_options({})
+        self._set_template()
 
     def _set_options(self, options: Mapping[str, Any]) -> None:
         super()._set_options({**options, "_maps": {}})
@@ -284,6 +290,8 @@ class MaskMod(Modification):
         """
         # A new dictionary, because other threads may still add block masks to the old one.
         object.__setattr__(self, "_maps", {})
+        # Graphs find this object, and no equal one whose block masks are older.
+        self.template.add(self)
 
     def kept_maps(self) -> dict[Any, Any]:
         """Return the block masks that calls keep in this object."""

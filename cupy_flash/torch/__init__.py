@@ -17,16 +17,21 @@ score_mod, mask_mod or a list among its arguments splits the graph instead.
 
 from __future__ import annotations
 
+from cupy_flash.torch import flops
 from cupy_flash.torch.attention import (
     flash_attention,
     flash_attention_qkvpacked,
     flash_attention_varlen,
     scaled_dot_product_attention,
 )
+from cupy_flash.torch.kvcache import flash_attention_with_kvcache
 
 __all__ = [
     "flash_attention",
     "flash_attention_qkvpacked",
     "flash_attention_varlen",
+    "flash_attention_with_kvcache",
     "scaled_dot_product_attention",
 ]
+
+flops.register()

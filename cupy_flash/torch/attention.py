@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +18,11 @@ from cupy_flash.torch import transforms
 from cupy_flash.torch.autocast import autocast_is_enabled, cast_arguments, cast_tensor
 from cupy_flash.torch.distributed import require_local, waited_for
 from cupy_flash.torch.functions import FlashAttention, FlashAttentionWithLse
+from cupy_flash.torch.graphs import are_tensors, is_plain, outside_graph
+from cupy_flash.torch.modifications import fits_graph, is_integer, packed
 from cupy_flash.torch.nested import longest_shape, packed_call
-from cupy_flash.torch.operators import fits_operator, plain_modifications
+from cupy_flash.torch.observed import is_observed, results_of_operator
+from cupy_flash.torch.operators import ATTENTION, ATTENTION_VARLEN
 from cupy_flash.torch.tracked import as_it_is_now, with_tracked
 
 if TYPE_CHECKING:
@@ -72,11 +74,13 @@ def flash_attention(
         (q, k, v), modifications = cast_arguments((q, k, v), modifications)
     if torch.compiler.is_compiling():
         offset, modified = with_offsets(q_offset, modifications)
-        if fits_operator((q, k, v), (offset,), causal, softmax_scale, layout, modified):
-            plain, numbers = plain_modifications(modified), (causal, softmax_scale, offset, layout)
-            out, lse = torch.ops.cupy_flash.attention(q, k, v, *plain, *numbers)
+        plain = is_plain(causal, softmax_scale, layout) and (offset is None or is_integer(offset))
+        if plain and are_tensors(q, k, v) and fits_graph(modified):
+            heads = q.shape[-2 if layout == "bshd" else -3]
+            arguments = (*packed(modified, q, heads), causal, softmax_scale, offset, layout)
+            out, lse = ATTENTION(q, k, v, *arguments)
             return (out, lse) if return_lse else out
-        return _outside_graph(
+        return outside_graph(
             *(flash_attention, q, k, v),
             causal=causal,
             softmax_scale=softmax_scale,
@@ -168,15 +172,13 @@ def flash_attention_varlen(
         (q, k, v), modifications = cast_arguments((q, k, v), modifications)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     if torch.compiler.is_compiling():
-        used = () if seqused_k is None else (seqused_k,)
         tensors, most = (q, k, v, cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-        if fits_operator((*tensors, *used), most, causal, softmax_scale, "bshd", modifications):
-            plain = plain_modifications(modifications)
-            out, lse = torch.ops.cupy_flash.attention_varlen(
-                *(q, k, v, *plain, *lengths, causal, softmax_scale)
-            )
+        plain = is_plain(causal, softmax_scale) and all(is_integer(x) for x in most)
+        if plain and are_tensors(*tensors, optional=(seqused_k,)) and fits_graph(modifications):
+            arguments = (*packed(modifications, q, q.shape[1]), *lengths, causal, softmax_scale)
+            out, lse = ATTENTION_VARLEN(q, k, v, *arguments)
             return (out, lse) if return_lse else out
-        return _outside_graph(
+        return outside_graph(
             *(flash_attention_varlen, q, k, v, *lengths[:4]),
             causal=causal,
             softmax_scale=softmax_scale,
@@ -275,6 +277,8 @@ def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) ->
     if may_be_transformed():
         if transforms.are_active():
             return transforms.attention(call, inputs, return_lse)
+        if is_observed() and (results := results_of_operator(call, inputs)) is not None:
+            return results if return_lse else results[0]
         for name, tensor in zip(call.names, inputs, strict=True):
             require_whole(name, tensor)
     if torch.is_grad_enabled():
@@ -299,11 +303,3 @@ def _require_tensors(names: tuple[str, ...], inputs: tuple[Any, ...]) -> None:
             raise TypeError(f"{name} is {kind_of(tensor)}; expected a tensor")
         if tensor.__class__ is not Tensor:
             require_local(name, tensor)
-
-
-def _call_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    return function(*arguments, **options)
-
-
-# Calls a public function outside the graph of torch.compile, which splits the graph.
-_outside_graph = torch.compiler.disable(_call_of)

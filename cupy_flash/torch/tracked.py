@@ -22,7 +22,7 @@ def with_tracked(
     ValueError
         For another tensor that requires a gradient, which attention does not compute.
     """
-    call, tracked = call.with_inputs(is_tracked)
+    call, tracked = call.with_inputs(lambda _, x: is_tracked(x))
     _require_constants(call)
     return call, (*inputs, *tracked)
 

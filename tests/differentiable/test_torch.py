@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.torch_operators import NO_MODIFICATIONS
 
 import cupy_flash
 from cupy_flash.calls.gpu import prepared_calls
@@ -367,7 +368,7 @@ def test_graphs_of_the_compiler_hold_the_operator(
 def test_operators_are_as_torch_wants_them(kind: str) -> None:
     from torch import library
 
-    modifications = (None, None, [None] * 8, [-1, -1], None)
+    modifications = NO_MODIFICATIONS
     if kind == "dense":
         given: tuple[Any, ...] = (*qkv("cuda"), *modifications, True, None, None, "bshd")
         operator = torch.ops.cupy_flash.attention

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.torch_operators import NO_MODIFICATIONS
 
 import cupy_flash
 
@@ -51,12 +52,12 @@ def with_lse(x: Any) -> Any:
 
 
 def operator(x: Any) -> Any:
-    plain = (None, None, [None] * 8, [-1, -1], None)
+    plain = NO_MODIFICATIONS
     return torch.ops.cupy_flash.attention(x, x, x, *plain, False, None, None, "bshd")[0]
 
 
 def operator_varlen(x: Any) -> Any:
-    plain = (None, None, [None] * 8, [-1, -1], None)
+    plain = NO_MODIFICATIONS
     lengths = (*lengths_on(x.device), None)
     return torch.ops.cupy_flash.attention_varlen(*[x[0]] * 3, *plain, *lengths, False, None)[0]
 
@@ -228,8 +229,8 @@ PLAIN = [plain, plain_packed, plain_varlen, plain_cached, plain_combine, plain_b
     ("transform", "message"),
     [
         (dual, TANGENT), (dual_of_parameters, f"{TANGENT}|requires a gradient"),
-        (jvp, f"{TANGENT}|{TRANSFORM}"), (linearize, TRACED), (jacfwd, f"{TANGENT}|{TRANSFORM}"),
-        (functionalize, TRANSFORM), (make_fx, TRACED), (jit_trace, TRACED), (fake, TRACED),
+        (jvp, f"{TANGENT}|{TRANSFORM}"), (linearize, f"{TANGENT}|{TRACED}"),
+        (jacfwd, f"{TANGENT}|{TRANSFORM}"), (functionalize, TRANSFORM), (jit_trace, TRACED),
     ],
 )  # fmt: skip
 def test_what_memory_does_not_hold_is_refused(
@@ -241,6 +242,23 @@ def test_what_memory_does_not_hold_is_refused(
         message = f"{message}|{TRANSFORM}|{TRACED}"
     with pytest.raises((NotImplementedError, TypeError), match=message):
         transform(attention, x, t)
+
+
+@pytest.mark.parametrize("attention", PLAIN)
+@pytest.mark.parametrize("transform", [make_fx, fake])
+def test_plain_functions_are_not_traced(transform: Any, attention: Any, device: str) -> None:
+    message = f"{TRACED}|{TRANSFORM}" if attention is plain_varlen else TRACED
+    with pytest.raises((NotImplementedError, TypeError), match=message):
+        transform(attention, numbers(device), numbers(device))
+
+
+@pytest.mark.parametrize("attention", FUNCTIONS)
+def test_graphs_and_fake_tensors_have_the_operator(attention: Any, device: str) -> None:
+    x, t = numbers(device), numbers(device)
+    expected = attention(t)
+    torch.testing.assert_close(make_fx(attention, x, t), expected, rtol=0, atol=0)
+    found = fake(attention, x, t)
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
 
 
 @pytest.mark.parametrize("attention", PLAIN)

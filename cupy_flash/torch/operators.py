@@ -11,6 +11,7 @@ from torch._library.autograd import Info, make_autograd_impl
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from cupy_flash.arrays.torch_arrays import NO_FORWARD_MODE, has_tangent, in_forward_mode
+from cupy_flash.calls.gpu import torch_autograd
 from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
 from cupy_flash.problem.gradient import ROWS
 from cupy_flash.torch import modifications as mods
@@ -21,6 +22,7 @@ _Library: Any = library.Library
 OPERATORS = _Library("cupy_flash", "FRAGMENT")
 # Devices whose tensors the operators compute.
 _DEVICES = ("CPU", "CUDA")
+_BACKENDS = tuple(getattr(torch._C.DispatchKey, device) for device in _DEVICES)
 
 # Number of the first arguments that may have gradients: q, k, v, and modifications.
 _FIRST = len(ROWS) + len(mods.DIFFERENTIABLE)
@@ -54,6 +56,35 @@ def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., 
     library.register_fake(f"cupy_flash::{name}", fake, lib=OPERATORS)
 
 
+def _record(
+    name: str,
+    run: Callable[..., Any],
+    backward: Callable[..., Any],
+    save: Callable[..., Any] | None = None,
+    refuse_tangents: Callable[[Sequence[Any]], None] | None = None,
+) -> None:
+    """Let autograd record an operator; `run` computes its results.
+
+    The operator would drop the tangents of tensors that require no gradient, so these are refused.
+    """
+    operator = getattr(torch.ops.cupy_flash, name).default
+    recording = make_autograd_impl(operator, Info(backward, save))
+
+    def kernel(keyset: Any, *values: Any) -> Any:
+        if refuse_tangents is not None and in_forward_mode():
+            refuse_tangents(values)
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*values)):
+            below = keyset & torch._C._after_ADInplaceOrView_keyset
+            if below.highestPriorityTypeId() in _BACKENDS:
+                # Nothing else observes the call. A second call of PyTorch's dispatcher would take
+                # longer than all that `run` does besides attention.
+                with torch._C._AutoDispatchBelowAutograd():
+                    return run(*values)
+        return recording(keyset, *values)
+
+    OPERATORS.impl(name, kernel, "Autograd", with_keyset=True)
+
+
 class _Operator(NamedTuple):
     """Operator for a public function. Its arguments are q, k, v, modifications, and others.
 
@@ -83,21 +114,13 @@ class _Operator(NamedTuple):
         arguments = f"Tensor q, Tensor k, Tensor v, {mods.SCHEMA}, {self.schema}"
         define(self.name, f"({arguments}) -> (Tensor, Tensor)", self.run, self.run_fake)
         operator = getattr(torch.ops.cupy_flash, self.name).default
-        recording = make_autograd_impl(operator, Info(self.backward, _save))
-
-        # Without this check, an operator drops the tangents of tensors that require no gradient.
-        def without_tangents(keyset: Any, *values: Any) -> Any:
-            if in_forward_mode():
-                _refuse_tangents(values)
-            return recording(keyset, *values)
-
-        OPERATORS.impl(self.name, without_tangents, "Autograd", with_keyset=True)
+        _record(self.name, self.run, self.backward, _save, _refuse_tangents)
         schema = f"({RESULTS}, {arguments}) -> Tensor[]"
         define(f"{self.name}_gradients", schema, self.gradients, self.gradients_fake)
-        name = f"cupy_flash::{self.name}_gradients"
-        library.register_autograd(name, _refuse_second_derivative, lib=OPERATORS)
+        gradients = f"{self.name}_gradients"
+        _record(gradients, self.gradients, _refuse_second_derivative)
         library.register_vmap(f"cupy_flash::{self.name}", self.run_mapped, lib=OPERATORS)
-        library.register_vmap(name, self.gradients_mapped, lib=OPERATORS)
+        library.register_vmap(f"cupy_flash::{gradients}", self.gradients_mapped, lib=OPERATORS)
         return operator
 
     def _call(self, values: Sequence[Any]) -> tuple[DifferentiableCall, tuple[Any, ...]]:
@@ -110,7 +133,12 @@ class _Operator(NamedTuple):
     def run(self, *values: Any) -> tuple[Any, Any]:
         """Compute attention; return out and lse."""
         call, inputs = self._call(values)
-        results: tuple[Any, Any] = call.run(inputs)
+        if call.following_arrays is not None:
+            made = torch_autograd.run(inputs + call.following_arrays, call.options)
+            if made is not None:
+                results, _ = made
+                return results
+        results = call.run(inputs)
         return results
 
     def run_fake(self, *values: Any) -> tuple[Any, Any]:

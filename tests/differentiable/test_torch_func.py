@@ -170,6 +170,14 @@ def test_packed_sequences_are_mapped(device: str) -> None:
         assert_close([x[n] for x in found], list(expected))
 
 
+def test_an_empty_axis_is_mapped_unless_samples_are_separate_calls(device: str) -> None:
+    q, sinks = number(device, 0, 2, 5, 4, 3), number(device, 0, 4)
+    out = vmap(lambda q: ct.flash_attention(q, q, q))(q)
+    assert out.shape == q.shape
+    with pytest.raises(ValueError, match="vmap maps an axis of length 0 of q, k, v, sinks"):
+        vmap(lambda q, sinks: ct.flash_attention(q, q, q, sinks=sinks))(q, sinks)
+
+
 def test_lists_and_functions_of_the_sequence_are_mapped(device: str) -> None:
     q = number(device, 3, 2, 6, 2, 4)
     first = torch.tensor([1, 3], dtype=torch.int32, device=device)

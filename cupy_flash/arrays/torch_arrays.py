@@ -214,7 +214,8 @@ def resolved(name: str, array: Any, *, is_written: bool = False) -> Any:
             f"{name} is a {kind.__name__}, a subclass of torch.Tensor whose memory may not hold "
             "its elements; pass a plain tensor"
         )
-    if _is_wrapped(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor):
+    functorch = torch._C._functorch
+    if functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor):
         raise NotImplementedError(f"{name} {IN_TRANSFORM}")
     if tensor.is_meta:
         raise TypeError(f"{name} is a meta tensor, which has no memory; pass a real tensor")

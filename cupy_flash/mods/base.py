@@ -165,9 +165,7 @@ class Modification:
             "traced": Traced(expression, specs, self._block()),
             "array_names": tuple(prefixed(self._keyword, name) for name in arrays),
             "arrays": tuple(
-                captures[name]
-                if is_torch_on_gpu(captures[name]) or is_tracked(captures[name])
-                else array
+                captures[name] if _stays_tensor(captures[name]) else array
                 for name, array in arrays.items()
             ),
             "tensors": MappingProxyType(
@@ -394,6 +392,12 @@ class Modification:
         with np.errstate(all="ignore"):
             value = self.function(**{name: everything[name] for name in names})
             return xp.asarray(value).astype(result, copy=False)
+
+
+def _stays_tensor(array: Any) -> bool:
+    """Return whether calls read a captured array as the tensor that was given."""
+    with outside_transforms(array):
+        return is_tracked(array) or is_torch_on_gpu(array)
 
 
 def _unpickled(

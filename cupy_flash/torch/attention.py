@@ -14,7 +14,8 @@ from cupy_flash.calls.gpu import torch_autograd
 from cupy_flash.calls.scaled_dot_product import mask_name, options_of, reshaped, shapes_of
 from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
 from cupy_flash.mods.keywords import with_offsets
-from cupy_flash.torch import autocast, transforms
+from cupy_flash.torch import transforms
+from cupy_flash.torch.autocast import autocast_is_enabled, cast_arguments, cast_tensor
 from cupy_flash.torch.distributed import require_local, waited_for
 from cupy_flash.torch.functions import FlashAttention, FlashAttentionWithLse
 from cupy_flash.torch.graphs import are_tensors, is_plain, outside_graph
@@ -69,8 +70,8 @@ def flash_attention(
     RuntimeError
         In the backward pass, if a tensor of the call has been overwritten.
     """
-    if autocast.is_enabled():
-        (q, k, v), modifications = autocast.cast_arguments((q, k, v), modifications)
+    if autocast_is_enabled():
+        (q, k, v), modifications = cast_arguments((q, k, v), modifications)
     if torch.compiler.is_compiling():
         offset, modified = with_offsets(q_offset, modifications)
         plain = is_plain(causal, softmax_scale, layout) and (offset is None or is_integer(offset))
@@ -167,8 +168,8 @@ def flash_attention_varlen(
     TypeError, ValueError, UnsupportedError, CompileError
         See `flash_attention`.
     """
-    if autocast.is_enabled():
-        (q, k, v), modifications = autocast.cast_arguments((q, k, v), modifications)
+    if autocast_is_enabled():
+        (q, k, v), modifications = cast_arguments((q, k, v), modifications)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     if torch.compiler.is_compiling():
         tensors, most = (q, k, v, cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
@@ -224,15 +225,15 @@ def scaled_dot_product_attention(
     options = options_of(dropout_p, is_causal, scale, enable_gqa, has_mask=has_mask)
     names, inputs = ("query", "key", "value"), (query, key, value)
     _require_tensors(names, inputs)
-    if autocast.is_enabled():
-        inputs = query, key, value = tuple(map(autocast.cast_tensor, inputs))
-        attn_mask = autocast.cast_tensor(attn_mask)
+    if autocast_is_enabled():
+        inputs = query, key, value = tuple(map(cast_tensor, inputs))
+        attn_mask = cast_tensor(attn_mask)
     for name, tensor in zip(names, inputs, strict=True):
         if tensor.dtype != query.dtype:
             raise TypeError(
                 f"{name} has dtype {tensor.dtype}; expected {query.dtype}, as query has"
             )
-    if any(x.is_nested for x in inputs):
+    if query.is_nested or key.is_nested or value.is_nested:
         if attn_mask is not None:
             raise ValueError(
                 "attn_mask is given with nested tensors; pass flash_attention a mask_mod instead"
@@ -300,4 +301,5 @@ def _require_tensors(names: tuple[str, ...], inputs: tuple[Any, ...]) -> None:
     for name, tensor in zip(names, inputs, strict=True):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} is {kind_of(tensor)}; expected a tensor")
-        require_local(name, tensor)
+        if tensor.__class__ is not Tensor:
+            require_local(name, tensor)

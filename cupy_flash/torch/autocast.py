@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 # Whether autocast is enabled for any device. The public function, which takes a device, is slower.
-is_enabled = torch._C._is_any_autocast_enabled
+autocast_is_enabled = torch._C._is_any_autocast_enabled
 
 _CAST = (torch.float16, torch.bfloat16, torch.float32)
 

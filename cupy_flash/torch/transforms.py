@@ -125,6 +125,11 @@ class _Operation:
         call = self.call
         functions = [mod.traced for mod in call.functions]
         if not can_fold(call.options.kind, self.names, mapped, self.wrt, functions):
+            if not size:
+                raise ValueError(
+                    f"vmap maps an axis of length 0 of {', '.join(mapped)}; expected a sample, "
+                    "because these samples are separate calls"
+                )
             each = [
                 self.apply(x[n] if name in mapped else x for name, x in tensors.items())
                 for n in range(size)

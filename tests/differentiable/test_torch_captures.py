@@ -5,49 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
-from support.gradients.gradient_calls import OF_MOD, GradientCall, random_gradient_call
+from support.gradients.captured_calls import random_call_with
 from support.gradients.gradient_rule import check_gradients
-from support.gradients.torch_gradients import gradients
 
 import cupy_flash
 from cupy_flash import MaskMod, ScoreMod
 
 torch = pytest.importorskip("torch")
 ct = pytest.importorskip("cupy_flash.torch")
-
-SLOPES = OF_MOD + "alibi_slopes"
-
-
-class SlopesCall(GradientCall):
-    """Call whose reference captures the ALiBi slopes, for their gradient."""
-
-    def _given(self, xp: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        positional, named = super()._given(xp)
-        slopes = named.pop("alibi_slopes")
-        one = "alibi_slopes[h]" if slopes.ndim == 1 else "alibi_slopes[b, h]"
-        function: Any = eval(f"lambda score, b, h, i, j, alibi_slopes: score - {one} * abs(i - j)")
-        captures = {"alibi_slopes": slopes, "differentiable": ("alibi_slopes",)}
-        named["score_mod"] = ScoreMod(function, **captures)
-        return positional, named
-
-    @property
-    def _captures(self) -> dict[str, np.ndarray]:
-        return {SLOPES: self.forward.arrays["alibi_slopes"]}
-
-
-def random_call_with(wanted: str, seed: int, dtype: str, kind: str) -> GradientCall:
-    """Return a random call that has ALiBi slopes and no function, or captures with gradients."""
-    rng = np.random.default_rng(seed)
-    while True:
-        call = random_gradient_call(rng, dtype, kind, head_dims=(5, 24, 64), longest=(60, 90))
-        call.wrt, call.grad_dtype, call.places = None, None, {}
-        has_slopes = "alibi_slopes" in call.forward.arrays
-        if wanted == "slopes" and has_slopes and "score_mod" not in call.forward.mods:
-            return SlopesCall(call.forward, call.dout, call.dlse)
-        if wanted == "captures" and len(call.names) > 3:
-            return call
+torch_gradients = pytest.importorskip("support.gradients.torch_gradients")
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -58,7 +25,7 @@ def test_gradients_are_those_of_the_reference(
     wanted: str, dtype: str, kind: str, seed: int, device: str
 ) -> None:
     call = random_call_with(wanted, seed, dtype, kind)
-    check_gradients(call, gradients(call, device))
+    check_gradients(call, torch_gradients.gradients(call, device))
 
 
 def inputs_of(device: str) -> list[Any]:

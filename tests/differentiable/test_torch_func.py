@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from support.gradients.gradient_calls import GradientCall, random_gradient_call
-from support.gradients.gradient_rule import check_gradients
 
 from cupy_flash import MaskMod, ScoreMod
-from cupy_flash.mods.ir.compose import varies
 
 torch = pytest.importorskip("torch")
 ct = pytest.importorskip("cupy_flash.torch")
-torch_gradients = pytest.importorskip("support.gradients.torch_gradients")
+torch_transforms = pytest.importorskip("support.gradients.torch_transforms")
 
 from torch.func import functional_call, grad, jacrev, stack_module_state, vjp, vmap  # noqa: E402
 
-ROWS = ("q", "k", "v")
 # Sums of at most a hundred float64 products of order 1, added in another order.
 CLOSE = {"rtol": 1e-12, "atol": 100 * 2**-50}
 
@@ -33,42 +29,14 @@ def number(device: str, *shape: int) -> Any:
     return torch.randn(shape, dtype=torch.float64, device=device)
 
 
-def random_call(seed: int, dtype: str, kind: str) -> GradientCall:
-    rng = np.random.default_rng(seed)
-    call = random_gradient_call(rng, dtype, kind, head_dims=(5, 24, 64), longest=(60, 90))
-    call.wrt = (*ROWS, *(name for name in call.inputs if name not in ROWS))
-    call.grad_dtype, call.places = None, {}
-    return call
-
-
-def checked(call: GradientCall, found: Mapping[str, Any]) -> None:
-    """Fail unless gradients are as close to the reference as the error rule requires."""
-    check_gradients(call, {n: torch_gradients.as_array(found[n]) for n in call.names})
-
-
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", ["dense", "padded", "varlen"])
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_gradients_are_those_of_the_reference(
     dtype: str, kind: str, seed: int, device: str
 ) -> None:
-    call = random_call(seed, dtype, kind)
-    of_tensors = torch_gradients.tensor_call(call, device)
-    results, pull_back = vjp(of_tensors.run, of_tensors.inputs)
-    expected = of_tensors.run(of_tensors.inputs)
-    assert all(map(torch.equal, results, expected))
-    checked(call, pull_back(of_tensors.results)[0])
-
-
-# Arrays with one element or row for each sequence, and those that broadcast to all.
-OF_SEQUENCES = ("prefix_lens", "seqlens_k", "q_offset", "tree_mask")
-BROADCAST = {"bias": 4, "mask": 4, "alibi_slopes": 2}
-
-
-def depends_on_sequence(call: GradientCall) -> bool:
-    _, named = call.forward.given(np)
-    mods = [named[name] for name in ("score_mod", "mask_mod") if name in named]
-    return any(varies(mod.traced)[0] for mod in mods)
+    call = torch_transforms.random_call(seed, dtype, kind, (5, 24, 64), (60, 90))
+    torch_transforms.check_vjp(call, device)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -77,46 +45,13 @@ def depends_on_sequence(call: GradientCall) -> bool:
 def test_mapped_sequences_have_the_gradients_of_a_batch(
     dtype: str, kind: str, seed: int, device: str
 ) -> None:
-    def drawn(seed: int) -> GradientCall:
-        return random_call(seed, dtype, kind)
-
+    calls = (
+        torch_transforms.random_call(seed + 100 * n, dtype, kind, (5, 24, 64), (60, 90))
+        for n in range(9)
+    )
     # A function of the index of the sequence would get another index in each call.
-    call = next(call for n in range(9) if not depends_on_sequence(call := drawn(seed + 100 * n)))
-    of_tensors = torch_gradients.tensor_call(call, device)
-    batch = len(of_tensors.inputs["q"])
-
-    def is_mapped(name: str, x: Any) -> bool:
-        if name in BROADCAST:
-            return bool(x.ndim == BROADCAST[name] and len(x) == batch)
-        return name in (*ROWS, *OF_SEQUENCES)
-
-    others = {n: x for n, x in of_tensors.others.items() if isinstance(x, torch.Tensor)}
-    both = of_tensors.inputs, others
-    in_dims = tuple({n: 0 if is_mapped(n, x) else None for n, x in part.items()} for part in both)
-
-    def one(inputs: Any, others: Any) -> Any:
-        inputs, others = (
-            {n: x[None] if dims[n] == 0 else x for n, x in part.items()}
-            for part, dims in zip((inputs, others), in_dims, strict=True)
-        )
-        return tuple(x[0] for x in of_tensors.run(inputs, **others))
-
-    mapped = vmap(one, in_dims)
-    _, pull_back = vjp(lambda inputs: mapped(inputs, others), of_tensors.inputs)
-    checked(call, pull_back(of_tensors.results)[0])
-
-    def gradients(inputs: Any, others: Any, results: Any) -> Any:
-        return vjp(lambda inputs: one(inputs, others), inputs)[1](results)[0]
-
-    each = vmap(gradients, (*in_dims, 0))(*both, of_tensors.results)
-    if dtype == "float64":
-        # Shared inputs have a gradient for each sequence.
-        shared = {n: x if in_dims[0][n] == 0 else x.sum(0) for n, x in each.items()}
-        checked(call, shared)
-    else:
-        rows = {name: each[name] for name in ROWS}
-        call.wrt = ROWS
-        checked(GradientCall(call.forward, call.dout, call.dlse, ROWS), rows)
+    call = next(x for x in calls if not torch_transforms.depends_on_sequence(x))
+    torch_transforms.check_mapped(call, device)
 
 
 def shapes(n: int) -> dict[str, tuple[int, ...]]:
@@ -233,6 +168,14 @@ def test_packed_sequences_are_mapped(device: str) -> None:
         leaves = [x.clone().requires_grad_() for x in (q[n], k[n], v)]
         expected = torch.autograd.grad(one(*leaves, ends_q[n]), leaves)
         assert_close([x[n] for x in found], list(expected))
+
+
+def test_an_empty_axis_is_mapped_unless_samples_are_separate_calls(device: str) -> None:
+    q, sinks = number(device, 0, 2, 5, 4, 3), number(device, 0, 4)
+    out = vmap(lambda q: ct.flash_attention(q, q, q))(q)
+    assert out.shape == q.shape
+    with pytest.raises(ValueError, match="vmap maps an axis of length 0 of q, k, v, sinks"):
+        vmap(lambda q, sinks: ct.flash_attention(q, q, q, sinks=sinks))(q, sinks)
 
 
 def test_lists_and_functions_of_the_sequence_are_mapped(device: str) -> None:

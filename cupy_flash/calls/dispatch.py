@@ -88,8 +88,7 @@ def attention(
         Keyword arguments that modify attention: masks, and changes of scores.
     """
     if is_traced():
-        call = arguments, options, backend, keys, modifications, stream
-        return outside(attention, call)
+        return outside(attention, (arguments, options, backend, keys, modifications, stream))
     if stream is not None:
         with on_stream(stream, arguments.like):
             return attention(arguments, options, backend, keys, modifications)
@@ -111,10 +110,7 @@ def run(
     keys: int,
     modifications: Mapping[str, Any] | None,
 ) -> Any:
-    """Return the pair of out and lse (None if it is not requested), or the requested gradients.
-
-    The parameters are those of `attention`.
-    """
+    """Return out and lse (None if not requested), or gradients; see `attention` for parameters."""
     mod_key, user_mods = None, NO_USER_MODS
     if options.q_offset.__class__ not in INTEGER_OR_NONE:
         options, modifications = with_offsets(options, modifications)

@@ -307,10 +307,10 @@ class Modification:
 
     def _of_captures(self, captures: Mapping[str, Any]) -> Self:
         parts = self.function, self.cuda, captures, self.expression, self._graph
-        return self.made(self._options(), *parts)
+        return self._made(self._options(), *parts)
 
     @classmethod
-    def made(
+    def _made(
         cls,
         options: Mapping[str, Any],
         function: Callable[..., Any],
@@ -419,7 +419,7 @@ def _unpickled(
     traced = None if graph is None else restored(graph)
     text = traced if expression is None else restored(expression)
     assert text is not None
-    return kind.made(options, function, cuda, captures, text, traced)
+    return kind._made(options, function, cuda, captures, text, traced)
 
 
 def _hold_the_same(x: Any, y: Any) -> bool:

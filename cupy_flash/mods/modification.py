@@ -129,7 +129,7 @@ class ScoreMod(Modification):
         names = require_differentiable(names, self.specs)
         captures = {**self.captures, **self.tensors}
         parts = self.function, self.cuda, captures, self.expression, self._graph
-        return self.made({"differentiable": names}, *parts)
+        return self._made({"differentiable": names}, *parts)
 
     @property
     def derivable(self) -> Derivable:

@@ -135,7 +135,7 @@ class Template:
         parts = self.parts
         function = parts.function or AbsentFunction(self.name)
         new: Any = parts.kind
-        return new.made(
+        return new._made(
             dict(parts.options), function, parts.cuda, captures, parts.expression, parts.graph
         )
 

@@ -12,10 +12,11 @@ from cupy_flash.calls.arguments import Arguments, GradientArguments
 from cupy_flash.calls.options import Options, plain_options
 from cupy_flash.mods.base import Modification
 from cupy_flash.mods.keywords import ARRAYS, MODS, checked_softcap, window_of, with_offsets
-from cupy_flash.problem.gradient import ROWS
+from cupy_flash.problem.gradient import OF_MOD, ROWS
 
-# Modifications that have a gradient if they are arrays; numbers and lists are constants.
+# Modifications that are differentiable inputs if they are arrays; numbers and lists are constants.
 WITH_GRADIENT = ("bias", "sinks")
+_SLOPES = "alibi_slopes"
 _ROWS = len(ROWS)
 # Types of immutable options.
 _PLAIN = (type(None), float, int)
@@ -34,7 +35,8 @@ class DifferentiableCall(NamedTuple):
     Attributes
     ----------
     names
-        Names of the differentiable inputs: q, k, v, and modifications.
+        Names of the differentiable inputs: q, k, v, modifications, and "score_mod.NAME" for each
+        differentiable capture.
     options
         Options of the call, as Python values, with `return_lse` set.
     lengths
@@ -75,7 +77,11 @@ class DifferentiableCall(NamedTuple):
         """Return gradients of the inputs in `wrt`, given those of out and lse (None if unused)."""
         arguments = self.gradient_arguments(inputs, results, gradients)
         options = self.backward_options(wrt)
-        return dispatch_backward.gradients(arguments, options, "auto", self._modifications(inputs))
+        modifications = self._modifications(inputs)
+        if captures := _captures(wrt):
+            score_mod = modifications["score_mod"].differentiable_in(captures)
+            modifications = {**modifications, "score_mod": score_mod}
+        return dispatch_backward.gradients(arguments, options, "auto", modifications)
 
     def backward_options(self, wrt: tuple[str, ...]) -> Options:
         """Return the options of the backward call for the gradients of the inputs in `wrt`."""
@@ -105,6 +111,27 @@ class DifferentiableCall(NamedTuple):
             if self.following_arrays is None
             else _following_arrays(self.options, lengths),
         )
+
+    def with_inputs(
+        self, is_input: Callable[[str, Any], bool]
+    ) -> tuple[DifferentiableCall, tuple[Any, ...]]:
+        """Return the call with more differentiable inputs, and these inputs.
+
+        They are the ALiBi slopes and those tensors captured by score_mod for which
+        `is_input(name, tensor)` is true.
+        """
+        score_mod = self.modifications.get("score_mod")
+        captured = {} if score_mod is None else score_mod.tensors
+        found = {_SLOPES: self.modifications.get(_SLOPES)}
+        found |= {OF_MOD + name: tensor for name, tensor in captured.items()}
+        found = {name: array for name, array in found.items() if is_input(name, array)}
+        if not found:
+            return self, ()
+        modifications = {n: x for n, x in self.modifications.items() if n not in found}
+        constants = {name: x for name, x in self.constants.items() if name not in found}
+        names = (*self.names, *found)
+        call = self._replace(names=names, modifications=modifications, constants=constants)
+        return call, tuple(found.values())
 
     def with_functions_kept(self) -> DifferentiableCall:
         """Return the call with copies of its functions' captures; see `Modification.kept`."""
@@ -150,8 +177,19 @@ class DifferentiableCall(NamedTuple):
         """Return all modifications, including those among the differentiable inputs."""
         if len(inputs) == _ROWS:
             return self.modifications
-        own = zip(self.names[_ROWS:], inputs[_ROWS:], strict=True)
-        return {**self.modifications, **dict(own)}
+        given = dict(zip(self.names[_ROWS:], inputs[_ROWS:], strict=True))
+        captures = {name: given.pop(OF_MOD + name) for name in _captures(self.names)}
+        result = {**self.modifications, **given}
+        if captures:
+            score_mod = self.modifications["score_mod"]
+            if any(score_mod.tensors.get(name) is not array for name, array in captures.items()):
+                result["score_mod"] = score_mod.with_arrays(lambda name, x: captures.get(name, x))
+        return result
+
+
+def _captures(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of the captures among the names of differentiable inputs."""
+    return tuple(name.removeprefix(OF_MOD) for name in names if name.startswith(OF_MOD))
 
 
 def dense_call(

@@ -9,6 +9,7 @@ from cupy_flash.calls import dispatch_backward
 from cupy_flash.calls.arguments import GradientArguments
 from cupy_flash.calls.gpu import repeated_gradients
 from cupy_flash.calls.options import Options
+from cupy_flash.opaque import is_traced, marked, opaque
 from cupy_flash.problem.tile import TileRequest, freeze_tile
 from cupy_flash.problem.values import named_dtype
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from cupy_flash.mods.keywords import Modifications, PackedModifications
 
 
+@marked
 def flash_attention_backward(
     dout: Any,
     q: Any,
@@ -121,6 +123,7 @@ def flash_attention_backward(
         and backend == "auto"
         and stream is None
         and not modifications
+        and not is_traced()
     ):
         result = repeated_gradients.run(
             q, k, v, out, dout, lse, causal, softmax_scale, q_offset, layout
@@ -143,6 +146,7 @@ def flash_attention_backward(
     return dispatch_backward.gradients(arguments, options, backend, modifications, stream)
 
 
+@opaque
 def flash_attention_qkvpacked_backward(
     dout: Any,
     qkv: Any,
@@ -207,6 +211,7 @@ def flash_attention_qkvpacked_backward(
     return result[0] if wrt is None and len(result) == 1 else result
 
 
+@marked
 def flash_attention_varlen_backward(
     dout: Any,
     q: Any,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from cupy_flash.calls.check.check_mod import require_agreement
 from cupy_flash.mods.modification import MaskMod, ScoreMod
+from cupy_flash.opaque import opaque
 
 
+@opaque
 def check_mod(
     mod: ScoreMod | MaskMod,
     *,

@@ -6,8 +6,10 @@ from typing import Any
 
 from cupy_flash.calls import dispatch
 from cupy_flash.calls.check.partials import Partials
+from cupy_flash.opaque import opaque
 
 
+@opaque
 def combine(
     out_partial: Any,
     lse_partial: Any,

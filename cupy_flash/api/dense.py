@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from cupy_flash.calls import dispatch
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.options import Options
+from cupy_flash.opaque import marked
 from cupy_flash.problem.tile import TileRequest, freeze_tile
 from cupy_flash.problem.values import named_dtype
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from cupy_flash.mods.keywords import Modifications
 
 
+@marked
 def flash_attention(
     q: Any,
     k: Any,
@@ -140,6 +142,7 @@ def flash_attention(
     return dispatch.attention(arguments, options, backend, 0, modifications, stream)
 
 
+@marked
 def flash_attention_qkvpacked(
     qkv: Any,
     *,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from cupy_flash.calls import dispatch
 from cupy_flash.calls.arguments import Arguments, given_lengths
 from cupy_flash.calls.options import Options
+from cupy_flash.opaque import marked
 from cupy_flash.problem.tile import TileRequest, freeze_tile
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from cupy_flash.mods.keywords import CacheModifications
 
 
+@marked
 def flash_attention_with_kvcache(
     q: Any,
     k_cache: Any,

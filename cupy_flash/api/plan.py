@@ -19,6 +19,7 @@ from cupy_flash.calls import dispatch, dispatch_backward
 from cupy_flash.calls.arguments import Arguments, GradientArguments, given_lengths
 from cupy_flash.calls.options import Options
 from cupy_flash.mods.keywords import require_known
+from cupy_flash.opaque import opaque
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.tile import freeze_tile
 from cupy_flash.problem.values import named_dtype
@@ -40,6 +41,7 @@ _ASSUMED = ("dout", "out", "lse")
 _SCALED = ("q_scale", "k_scale", "v_scale", "out_dtype")
 
 
+@opaque
 def plan(
     function: Callable[..., Any] | Any = None,
     /,
@@ -119,6 +121,7 @@ def plan(
     return _plan_backward(kind, given, arch)
 
 
+@opaque
 def plan_backward(q: Any, k: Any, v: Any, *, arch: str | None = None, **options: Any) -> Plan:
     """Return `plan` for `flash_attention_backward`; deprecated.
 
@@ -131,6 +134,7 @@ def plan_backward(q: Any, k: Any, v: Any, *, arch: str | None = None, **options:
     return plan(flash_attention_backward, q=q, k=k, v=v, arch=arch, **options)
 
 
+@opaque
 def plan_varlen(*arguments: Any, arch: str | None = None, **options: Any) -> Plan:
     """Return `plan` for `flash_attention_varlen`; deprecated.
 
@@ -143,6 +147,7 @@ def plan_varlen(*arguments: Any, arch: str | None = None, **options: Any) -> Pla
     return plan(flash_attention_varlen, *arguments, arch=arch, **options)
 
 
+@opaque
 def plan_with_kvcache(*arguments: Any, arch: str | None = None, **options: Any) -> Plan:
     """Return `plan` for `flash_attention_with_kvcache`; deprecated.
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from cupy_flash.calls import quantize
+from cupy_flash.opaque import opaque
 
 
+@opaque
 def quantize_kv(x: Any, dtype: Any, per: str = "head") -> tuple[Any, Any]:
     """Quantize keys or values to 8 bits for a KV cache, and compute their scales.
 

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from cupy_flash.calls import rotary
+from cupy_flash.opaque import opaque
 
 
+@opaque
 def apply_rotary(
     x: Any, cos: Any, sin: Any, positions: Any | None = None, interleaved: bool = False
 ) -> Any:
@@ -68,6 +70,7 @@ def apply_rotary(
     return rotary.rotate(x, cos, sin, positions, interleaved)
 
 
+@opaque
 def apply_rotary_vjp(
     x: Any, cos: Any, sin: Any, positions: Any | None = None, interleaved: bool = False
 ) -> tuple[Any, Callable[[Any], Any]]:

@@ -6,8 +6,10 @@ from typing import Any
 
 from cupy_flash.api.dense import flash_attention
 from cupy_flash.calls import scaled_dot_product
+from cupy_flash.opaque import opaque
 
 
+@opaque
 def scaled_dot_product_attention(
     query: Any,
     key: Any,

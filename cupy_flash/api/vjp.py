@@ -15,6 +15,7 @@ from cupy_flash.api.varlen import flash_attention_varlen
 from cupy_flash.calls.check.gradients import require_grad_dtype
 from cupy_flash.calls.dispatch_backward import wanted, wanted_of_qkv
 from cupy_flash.mods.keywords import require_known
+from cupy_flash.opaque import opaque
 from cupy_flash.problem.tile import TileRequest
 from cupy_flash.problem.values import named_dtype
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from cupy_flash.mods.keywords import Modifications, PackedModifications
 
 
+@opaque
 def flash_attention_vjp(
     q: Any,
     k: Any,
@@ -99,6 +101,7 @@ def flash_attention_vjp(
     )
 
 
+@opaque
 def flash_attention_qkvpacked_vjp(
     qkv: Any,
     *,
@@ -155,6 +158,7 @@ def flash_attention_qkvpacked_vjp(
     )
 
 
+@opaque
 def flash_attention_varlen_vjp(
     q: Any,
     k: Any,

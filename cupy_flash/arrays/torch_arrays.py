@@ -53,6 +53,60 @@ def is_any_tensor(array: Any) -> bool:
     return torch is not None and isinstance(array, getattr(torch, "Tensor", ()))
 
 
+def is_recorded(array: Any) -> bool:
+    """Return whether an array is a tensor of torch that requires a gradient."""
+    return is_any_tensor(array) and bool(array.requires_grad)
+
+
+def is_tracked(array: Any) -> bool:
+    """Return whether a tensor requires a gradient, or belongs to a torch.func transform."""
+    return is_recorded(array) or (is_any_tensor(array) and _is_wrapped(array))
+
+
+def _is_wrapped(tensor: Any) -> bool:
+    return bool(sys.modules["torch"]._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def without_history(array: Any) -> Any:
+    """Return a tensor without what autograd and transforms record of it; other objects unchanged.
+
+    A tensor that belongs to a torch.func transform has no memory. The result for such a tensor of
+    floats is an array of NaN with its dtype and shape.
+    """
+    if not is_tracked(array):
+        return array
+    if not _is_wrapped(array):
+        return array.detach()
+    dtype = _dtypes().get(array.dtype) if array.is_floating_point() else None
+    return array if dtype is None else np.broadcast_to(np.array(np.nan, dtype), tuple(array.shape))
+
+
+def outside_transforms(array: Any) -> AbstractContextManager[Any]:
+    """Return a context without torch.func transforms, to read a tensor that belongs to none."""
+    if not (is_any_tensor(array) and is_in_transform()) or _is_wrapped(array):
+        return contextlib.nullcontext()
+    from torch._functorch import pyfunctorch
+
+    without: AbstractContextManager[Any] = pyfunctorch.temporarily_clear_interpreter_stack()
+    return without
+
+
+def is_in_transform() -> bool:
+    """Return whether a torch.func transform is active."""
+    return _transform_state()[1]() is not None
+
+
+def is_traced() -> bool:
+    """Return whether torch traces a graph, or works on tensors without values."""
+    import torch
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    # Modes with a key are those of proxy tensors, fake tensors and functionalization. Other modes,
+    # such as operation counters, do not change tensors.
+    has_key = any(getattr(x, "_mode_key", None) for x in _get_current_dispatch_mode_stack())
+    return has_key or torch._C._get_tracing_state() is not None
+
+
 def may_be_transformed() -> bool:
     """Return whether tensors may carry more than their memory holds; see `untracked_part`.
 
@@ -86,30 +140,29 @@ def _transform_state() -> tuple[Any, ...]:
     )
 
 
+def in_forward_mode() -> bool:
+    """Return whether tensors may have forward-mode tangents."""
+    forward_ad, *_ = _transform_state()
+    return bool(forward_ad._current_level >= 0)
+
+
 def untracked_part(tensor: Any) -> str | None:
     """Return a message on what a read of a tensor's memory alone would lose, or None."""
-    import torch
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-    # Modes with a key are those of proxy tensors, fake tensors and functionalization. Other modes,
-    # such as operation counters, do not change tensors.
-    has_key = any(getattr(x, "_mode_key", None) for x in _get_current_dispatch_mode_stack())
-    if has_key or torch._C._get_tracing_state() is not None:
+    if is_traced():
         return (
             "is passed while torch traces a graph, which does not record attention and keeps its "
             "result as a constant; call a function of cupy_flash.torch under torch.compile or "
             "torch.export"
         )
     # Inside of a transform, torch wraps every tensor that is passed to an operation.
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return _IN_TRANSFORM
+    if is_in_transform():
+        return IN_TRANSFORM
     return NO_FORWARD_MODE if has_tangent(tensor) else None
 
 
-_IN_TRANSFORM = (
+IN_TRANSFORM = (
     "is passed inside of a transform such as torch.func.grad, jvp, vmap or is_grads_batched, which "
-    "attention does not support; compute gradients of cupy_flash.torch's functions with "
-    "torch.autograd, and pass batches as the first axis"
+    "is not supported here; call a function of cupy_flash.torch, which supports grad, vjp and vmap"
 )
 NO_FORWARD_MODE = (
     "has a tangent, and attention has no forward-mode derivative; compute gradients of "
@@ -163,18 +216,22 @@ def resolved(name: str, array: Any, *, is_written: bool = False) -> Any:
         )
     functorch = torch._C._functorch
     if functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor):
-        raise NotImplementedError(f"{name} {_IN_TRANSFORM}")
+        raise NotImplementedError(f"{name} {IN_TRANSFORM}")
     if tensor.is_meta:
         raise TypeError(f"{name} is a meta tensor, which has no memory; pass a real tensor")
     if tensor.layout is not torch.strided or tensor.is_nested:
-        layout = "nested" if tensor.is_nested else str(tensor.layout)
-        raise TypeError(f"{name} has the layout {layout}; expected torch.strided")
+        if not tensor.is_nested:
+            raise TypeError(f"{name} has the layout {tensor.layout}; expected torch.strided")
+        raise TypeError(
+            f"{name} has the layout nested; expected torch.strided, or torch.jagged in a call of "
+            "cupy_flash.torch: torch.nested.nested_tensor(..., layout=torch.jagged)"
+        )
     if tensor.requires_grad:
         if torch.is_grad_enabled():
             raise TypeError(
                 f"{name} requires a gradient, which is not recorded here; pass {name}.detach(), or "
-                "call the function of cupy_flash.torch, which has gradients for q, k, v, bias and "
-                "sinks"
+                "call the function of cupy_flash.torch, which has gradients for q, k, v, bias, "
+                "sinks, alibi_slopes and captures of a ScoreMod"
             )
         tensor = tensor.detach()
     if kind not in _plain_types():

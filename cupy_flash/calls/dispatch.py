@@ -47,6 +47,7 @@ from cupy_flash.calls.options import INTEGER_OR_NONE, Options, plain_options, wi
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.gpu import compiler
 from cupy_flash.gpu.environment import current_device, gpu_unavailable
+from cupy_flash.opaque import is_traced, outside
 from cupy_flash.planning.planner import Plan, make_plan
 from cupy_flash.problem.device import device_for_arch
 from cupy_flash.problem.gradient import ROWS
@@ -86,6 +87,8 @@ def attention(
     modifications
         Keyword arguments that modify attention: masks, and changes of scores.
     """
+    if is_traced():
+        return outside(attention, (arguments, options, backend, keys, modifications, stream))
     if stream is not None:
         with on_stream(stream, arguments.like):
             return attention(arguments, options, backend, keys, modifications)
@@ -107,10 +110,7 @@ def run(
     keys: int,
     modifications: Mapping[str, Any] | None,
 ) -> Any:
-    """Return the pair of out and lse (None if it is not requested), or the requested gradients.
-
-    The parameters are those of `attention`.
-    """
+    """Return out and lse (None if not requested), or gradients; see `attention` for parameters."""
     mod_key, user_mods = None, NO_USER_MODS
     if options.q_offset.__class__ not in INTEGER_OR_NONE:
         options, modifications = with_offsets(options, modifications)

@@ -33,10 +33,14 @@ from cupy_flash.calls.dispatch import Computation, as_planned, plan_of, run
 from cupy_flash.calls.gpu.backward import GRADIENTS
 from cupy_flash.calls.host import backward as host_backward
 from cupy_flash.calls.options import Options
+from cupy_flash.mods.slopes import capturing_slopes
+from cupy_flash.opaque import is_traced, outside
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.gradient import OF_MOD, ROWS
 
 _GRADIENTS = Computation(GRADIENTS, host_backward)
+# Modification whose gradient is that of a capture.
+SLOPES = "alibi_slopes"
 # Name of the array that holds queries, keys and values.
 QKV = "qkv"
 
@@ -106,10 +110,18 @@ def gradients(
     stream: Any | None = None,
 ) -> tuple[Any, ...]:
     """Return the result of a public function that computes gradients, on `stream` if given."""
+    if is_traced():
+        return outside(gradients, (arguments, options, backend, modifications, stream))
     if stream is not None:
         with on_stream(stream, arguments.like):
             return gradients(arguments, options, backend, modifications)
     require_grad_dtype(options.grad_dtype)
+    assert options.wrt is not None
+    if SLOPES in options.wrt:
+        score_mod, name = capturing_slopes(modifications.get("score_mod"), modifications[SLOPES])
+        modifications = {**modifications, SLOPES: None, "score_mod": score_mod}
+        wrt = tuple(OF_MOD + name if x == SLOPES else x for x in options.wrt)
+        options = options._replace(wrt=wrt)
     results = run(_GRADIENTS, arguments, options, backend, 0, modifications)
     assert options.wrt is not None
     if "sinks" in options.wrt and options.grad_dtype is None:

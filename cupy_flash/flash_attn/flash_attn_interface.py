@@ -34,7 +34,11 @@ import cupy_flash
 from cupy_flash.arrays.strided import kind_of
 from cupy_flash.calls.arguments import check_packed
 from cupy_flash.calls.scaled_dot_product import require_no_dropout
-from cupy_flash.torch import flash_attention, flash_attention_varlen
+from cupy_flash.torch import (
+    flash_attention,
+    flash_attention_varlen,
+    flash_attention_with_kvcache,
+)
 
 __all__ = [
     "flash_attn_func",
@@ -472,10 +476,14 @@ def flash_attn_with_kvcache(
         "cache_leftpad": cache_leftpad,
         **_modifications(window_size, softcap, alibi_slopes),
     }
+    tensors = q, k_cache, v_cache, k, v
+    if torch.compiler.is_compiling() and not _are_recorded(tensors):
+        # In a graph, this is an operator that writes the caches.
+        return flash_attention_with_kvcache(*tensors, **options)
     return _without_backward(
         "flash_attn_with_kvcache",
         lambda *arrays: cupy_flash.flash_attention_with_kvcache(*arrays, **options),
-        *(q, k_cache, v_cache, k, v),
+        *tensors,
     )
 
 
@@ -487,10 +495,14 @@ def _without_backward(name: str, function: Any, *tensors: Any) -> Any:
 
 
 def _called(name: str, function: Any, tensors: tuple[Any, ...]) -> Any:
-    records = torch.is_grad_enabled()
-    if records and any(getattr(x, "requires_grad", False) for x in tensors):
+    if _are_recorded(tensors):
         return _WithoutBackward.apply(name, function, *tensors)
     return function(*tensors)
+
+
+def _are_recorded(tensors: tuple[Any, ...]) -> bool:
+    """Return whether autograd records operations on the tensors."""
+    return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors)
 
 
 _disable: Any = torch.compiler.disable

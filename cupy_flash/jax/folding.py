@@ -1,4 +1,4 @@
-"""Operands of a call on many batches: the sequences of all batches follow one another."""
+"""Decoding steps for many batches as one call."""
 
 from __future__ import annotations
 
@@ -7,41 +7,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from cupy_flash.folding import fold
 from cupy_flash.jax.static_call import StaticCall
 
 # Function that returns the function of another call.
 Again = Callable[[StaticCall], Callable[..., tuple[Any, ...]]]
 
-# Operands that broadcast to all sequences, with the number of axes that they then have.
-BROADCAST = {"bias": 4, "mask": 4, "alibi_slopes": 2, "q_scale": 3, "k_scale": 3, "v_scale": 3}
-# Operands whose leading axis is that of the sequences.
-_OF_SEQUENCES = (
-    *("q", "k", "v", "prefix_lens", "seqlens_k", "q_offset", "tree_mask", "cache_leftpad"),
-    *("cache_seqlens", "rotary_seqlens", "cache_batch_idx", "block_table"),
-)
 _CACHES = ("k_cache", "v_cache")
 _SCALES = ("k_scale", "v_scale")
-
-
-def fold(name: str, x: Any, size: int, batch: int, *, is_mapped: bool) -> Any:
-    """Return an operand of a call on `size` batches of `batch` sequences.
-
-    If it `is_mapped`, its first axis is that of the batches; otherwise all batches have the same.
-    """
-    axes = BROADCAST.get(name)
-    if axes is not None:
-        if not is_mapped and (x.ndim < axes or x.shape[0] == 1):
-            return x
-        own = x.shape[1:] if is_mapped else x.shape
-        own = (1,) * (axes - len(own)) + own
-        x = x.reshape((size if is_mapped else 1, *own))
-        x = jnp.broadcast_to(x, (size, batch, *own[1:]))
-    elif name in (*_OF_SEQUENCES, *_CACHES):
-        x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
-    else:
-        # Sinks and rotary tables are the same for all sequences.
-        return x
-    return x.reshape((size * batch, *x.shape[2:]))
 
 
 def folded_step(
@@ -68,7 +41,9 @@ def folded_step(
     made = {
         name: x
         if name in of_caches and not has_own_caches
-        else fold(name, x, size, caches if name in of_caches else batch, is_mapped=name in mapped)
+        else fold(
+            jnp, name, x, size, caches if name in of_caches else batch, is_mapped=name in mapped
+        )
         for name, x in given.items()
     }
     first = caches * jnp.arange(size, dtype=jnp.int32) if has_own_caches else None

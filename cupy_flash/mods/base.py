@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cupy_flash.arrays.strided import address_of
-from cupy_flash.arrays.torch_arrays import is_any_tensor, is_torch_on_gpu
+from cupy_flash.arrays.torch_arrays import (
+    is_any_tensor,
+    is_torch_on_gpu,
+    is_tracked,
+    outside_transforms,
+)
 from cupy_flash.mods.captures import (
     CaptureSpec,
     array_node,
@@ -30,6 +35,7 @@ from cupy_flash.mods.pickling import (
     restored,
 )
 from cupy_flash.mods.signature import POSITIONS, RESERVED, check_text, parameters_of
+from cupy_flash.mods.template import Parts, Template, captures_of
 from cupy_flash.mods.trace.closures import ClosureRebuilder, random_states
 from cupy_flash.mods.trace.symbols import Symbol, TracedArray, as_node
 from cupy_flash.mods.trace.traced import Traced
@@ -60,7 +66,7 @@ class Modification:
         Expression and specs, on which generated CUDA source depends.
     array_names, arrays
         Names of captured arrays among all arrays of a call, and the arrays as calls read them;
-        tensors on a GPU stay as they were given.
+        tensors on a GPU, and those that require a gradient, stay as they were given.
     tensors
         Captured arrays that were given as tensors of torch, by name. Calls whose arrays are all
         tensors run on torch's stream, and autograd compares the tensors' versions.
@@ -68,9 +74,12 @@ class Modification:
         Captured numbers by their names among all arrays of a call, in the form of `number_key`.
     read_alone
         Arguments that were read by calls without other modifications; None before the first.
+    template
+        The modification without the values of its captures, which graphs name by its handle.
     """
 
     __slots__ = (
+        "__weakref__",
         "_graph",
         "array_names",
         "arrays",
@@ -79,6 +88,7 @@ class Modification:
         "function",
         "numbers",
         "read_alone",
+        "template",
         "tensors",
         "traced",
     )
@@ -96,6 +106,7 @@ class Modification:
     tensors: Mapping[str, Any]
     numbers: tuple[tuple[str, bool | int | str], ...]
     read_alone: Any | None
+    template: Template
     # The traced function, or None if there is CUDA source and the function cannot be traced.
     _graph: Node | None
 
@@ -143,8 +154,8 @@ class Modification:
         expression: Node,
         graph: Node | None,
     ) -> None:
-        """Set all attributes; called once."""
-        read = {name: read_capture(name, captures[name]) for name in sorted(captures)}
+        """Set all attributes that do not depend on `_options`; called once."""
+        read = {n: self._read_capture(n, captures[n]) for n in sorted(captures)}
         specs = {name: spec for name, (_, spec) in read.items()}
         arrays = {name: value for name, (value, spec) in read.items() if spec.rank is not None}
         parts = {
@@ -154,7 +165,7 @@ class Modification:
             "traced": Traced(expression, specs, self._block()),
             "array_names": tuple(prefixed(self._keyword, name) for name in arrays),
             "arrays": tuple(
-                captures[name] if is_torch_on_gpu(captures[name]) else array
+                captures[name] if _stays_tensor(captures[name]) else array
                 for name, array in arrays.items()
             ),
             "tensors": MappingProxyType(
@@ -171,14 +182,31 @@ class Modification:
         for name, part in parts.items():
             object.__setattr__(self, name, part)
 
+    def _set_template(self) -> None:
+        """Set the attribute `template`, after all others are set."""
+        options = tuple(self._options().items())
+        captures = captures_of(self.specs)
+        function = self.function if self._graph is None else None
+        parts = Parts(
+            type(self), options, self.cuda, self.expression, self._graph, captures, function
+        )
+        name = getattr(self.function, "__name__", repr(self.function))
+        object.__setattr__(self, "template", Template(parts, name))
+        self.template.add(self)
+
     def _read(self, name: str, value: Any) -> tuple[Any, CaptureSpec]:
         if name in RESERVED:
             raise TypeError(f"{name!r} is a reserved name; choose another for the capture")
-        array, spec = read_capture(name, value)
+        array, spec = self._read_capture(name, value)
         # Checked once for each modification, because calls do not look at the values.
         if spec.dtype == "int64":
             require_int32_values(name, array)
         return array, spec
+
+    def _read_capture(self, name: str, value: Any) -> tuple[Any, CaptureSpec]:
+        """Return the result of `read_capture`, also for a plain tensor inside of a transform."""
+        with outside_transforms(value):
+            return read_capture(name, value)
 
     def _traced(
         self,
@@ -270,16 +298,32 @@ class Modification:
 
     def with_arrays(self, change: Callable[[str, Any], Any]) -> Self:
         """Return an object with each captured array replaced by `change(name, array)`."""
-        names = [name for name, spec in self.specs.items() if spec.rank is not None]
-        changed = {name: change(name, self.captures[name]) for name in names}
-        if all(changed[name] is self.captures[name] for name in names):
+        given = {n: self.captures[n] for n, spec in self.specs.items() if spec.rank is not None}
+        made = {name: change(name, array) for name, array in given.items()}
+        changed = {name: array for name, array in made.items() if array is not given[name]}
+        if not changed:
             return self
         return self._of_captures({**self.captures, **self.tensors, **changed})
 
     def _of_captures(self, captures: Mapping[str, Any]) -> Self:
-        made: Self = object.__new__(type(self))
-        made._set_options(self._options())
-        made._set(self.function, self.cuda, captures, self.expression, self._graph)
+        parts = self.function, self.cuda, captures, self.expression, self._graph
+        return self._made(self._options(), *parts)
+
+    @classmethod
+    def _made(
+        cls,
+        options: Mapping[str, Any],
+        function: Callable[..., Any],
+        cuda: str | None,
+        captures: Mapping[str, Any],
+        expression: Node,
+        graph: Node | None,
+    ) -> Self:
+        """Return an object made of the parts of others, without tracing the function."""
+        made = object.__new__(cls)
+        made._set_options(options)
+        made._set(function, cuda, captures, expression, graph)
+        made._set_template()
         return made
 
     def _options(self) -> dict[str, Any]:
@@ -350,6 +394,12 @@ class Modification:
             return xp.asarray(value).astype(result, copy=False)
 
 
+def _stays_tensor(array: Any) -> bool:
+    """Return whether calls read a captured array as the tensor that was given."""
+    with outside_transforms(array):
+        return is_tracked(array) or is_torch_on_gpu(array)
+
+
 def _unpickled(
     kind: type[Modification],
     options: Mapping[str, Any],
@@ -367,12 +417,9 @@ def _unpickled(
             "does not contain what it computes, because it cannot be traced"
         )
     traced = None if graph is None else restored(graph)
-    made = object.__new__(kind)
-    made._set_options(options)
     text = traced if expression is None else restored(expression)
     assert text is not None
-    made._set(function, cuda, captures, text, traced)
-    return made
+    return kind._made(options, function, cuda, captures, text, traced)
 
 
 def _hold_the_same(x: Any, y: Any) -> bool:

@@ -9,6 +9,7 @@ from cupy_flash.arrays.kinds import read
 from cupy_flash.arrays.strided import dtype_name
 from cupy_flash.mods.captures import prefixed
 from cupy_flash.mods.modification import MaskMod
+from cupy_flash.opaque import untraced
 from cupy_flash.problem.problem import MAX_SEQLEN
 from cupy_flash.problem.tile import block_sizes
 
@@ -61,6 +62,7 @@ class BlockList(MaskMod):
 
     block: tuple[int, int]
 
+    @untraced
     def __init__(self, blocks: Any, block: tuple[int, int]) -> None:
         array = read("blocks", blocks)
         if dtype_name(array) != "bool":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,15 @@ def prefixed(kind: str, name: str) -> str:
         return f"{kind}_{name}"
     letters = (x if x.isascii() and x != "_" else f"_{ord(x):x}_" for x in name)
     return f"{kind}u_{''.join(letters)}"
+
+
+def unused_name(name: str, used: Container[str]) -> str:
+    """Return a name for a capture that differs from the used names."""
+    chosen, number = name, 1
+    while chosen in used:
+        number += 1
+        chosen = f"{name}_{number}"
+    return chosen
 
 
 def array_node(name: str) -> Node:

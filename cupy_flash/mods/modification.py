@@ -7,14 +7,17 @@ from typing import Any
 
 import numpy as np
 
+from cupy_flash.arrays.torch_arrays import outside_transforms, without_history
 from cupy_flash.mods.base import Modification
-from cupy_flash.mods.captures import require_differentiable
+from cupy_flash.mods.captures import CaptureSpec, read_capture, require_differentiable
 from cupy_flash.mods.ir.derivative import derivative
 from cupy_flash.mods.ir.expression import BOOL, REAL, SCORE, Node
 from cupy_flash.mods.ir.operations import cast, operation
 from cupy_flash.mods.on_arrays.interpret import Interpreter
+from cupy_flash.mods.pickling import AbsentFunction
 from cupy_flash.mods.picture import draw
 from cupy_flash.mods.trace.traced import Derivable
+from cupy_flash.opaque import untraced
 
 
 class ScoreMod(Modification):
@@ -41,7 +44,8 @@ class ScoreMod(Modification):
         not be traceable: if it is not, it is called with arrays on the host.
     differentiable
         Names of captured arrays of reals whose gradients a backward pass returns. They may be
-        arrays in the variables around the function.
+        arrays in the variables around the function. The functions of `cupy_flash.torch` need no
+        names: captured tensors that require a gradient get it by autograd.
     **captures
         Numbers and arrays that the function reads, by name. Arrays are of NumPy, CuPy or a library
         with DLPack, have 0 to 4 axes, at least one element, and dtype bool, uint8, int32, int64,
@@ -79,6 +83,7 @@ class ScoreMod(Modification):
 
     differentiable: tuple[str, ...]
 
+    @untraced
     def __init__(
         self,
         function: Callable[..., Any],
@@ -91,6 +96,40 @@ class ScoreMod(Modification):
         super().__init__(function, cuda=cuda, **captures)
         names = require_differentiable(differentiable, self.specs)
         object.__setattr__(self, "differentiable", names)
+        self._set_template()
+
+    @classmethod
+    def of_graph(
+        cls,
+        expression: Node,
+        graph: Node,
+        captures: Mapping[str, Any],
+        differentiable: tuple[str, ...],
+    ) -> ScoreMod:
+        """Return an object without a Python function.
+
+        Parameters
+        ----------
+        expression, graph
+            Expression that kernels compute, and the one whose derivatives are taken.
+        captures
+            Arrays and numbers that both read, by name.
+        differentiable
+            Names of the captured arrays whose gradients a backward pass returns.
+        """
+        made = object.__new__(cls)
+        made._set_options({"differentiable": differentiable})
+        made._set(AbsentFunction("graph"), None, captures, expression, graph)
+        return made
+
+    def differentiable_in(self, names: tuple[str, ...]) -> ScoreMod:
+        """Return an object whose differentiable captures are those of these names."""
+        if names == self.differentiable:
+            return self
+        names = require_differentiable(names, self.specs)
+        captures = {**self.captures, **self.tensors}
+        parts = self.function, self.cuda, captures, self.expression, self._graph
+        return self._made({"differentiable": names}, *parts)
 
     @property
     def derivable(self) -> Derivable:
@@ -172,6 +211,11 @@ class ScoreMod(Modification):
         values = Interpreter(score, positions, self.captures, xp, real)
         return xp.asarray(values.value(derivative(self.graph, SCORE)))
 
+    def _read_capture(self, name: str, value: Any) -> tuple[Any, CaptureSpec]:
+        # Autograd of `cupy_flash.torch` has gradients of captures. Other calls refuse the tensor.
+        with outside_transforms(value):
+            return read_capture(name, without_history(value))
+
     def _options(self) -> dict[str, Any]:
         return {"differentiable": self.differentiable}
 
@@ -226,11 +270,13 @@ class MaskMod(Modification):
     # object, because equal objects may have captured other values.
     _maps: dict[Any, Any]
 
+    @untraced
     def __init__(
         self, function: Callable[..., Any], /, *, cuda: str | None = None, **captures: Any
     ) -> None:
         super().__init__(function, cuda=cuda, **captures)
         self._set_options({})
+        self._set_template()
 
     def _set_options(self, options: Mapping[str, Any]) -> None:
         super()._set_options({**options, "_maps": {}})
@@ -244,6 +290,8 @@ class MaskMod(Modification):
         """
         # A new dictionary, because other threads may still add block masks to the old one.
         object.__setattr__(self, "_maps", {})
+        # Graphs find this object, and no equal one whose block masks are older.
+        self.template.add(self)
 
     def kept_maps(self) -> dict[Any, Any]:
         """Return the block masks that calls keep in this object."""

@@ -35,7 +35,7 @@ def restored(flat: tuple[FlatNode, ...]) -> Node:
 
 
 class AbsentFunction:
-    """Stand-in for a function that cannot be pickled, or was not found when it was unpickled.
+    """Stand-in for a function of which only the traced form is known, as after unpickling.
 
     Parameters
     ----------

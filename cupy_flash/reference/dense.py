@@ -23,6 +23,7 @@ from cupy_flash.mods.keywords import with_offsets
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.mods.on_arrays.scores import FIRST_PAIR, Pairs
 from cupy_flash.mods.shapes import refuse_other_lengths
+from cupy_flash.opaque import opaque
 from cupy_flash.problem.arrays import FLOAT8, FLOAT8_OUTPUTS
 from cupy_flash.reference.eight_bits import dequantized, rounded_to_float8, widened
 from cupy_flash.reference.modifications import fitting_modifications, read_scale
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 BOUND_ULPS = 4
 
 
+@opaque
 def attention_reference(
     q: Any,
     k: Any,

@@ -31,6 +31,7 @@ from cupy_flash.mods.on_arrays.score_derivatives import (
 )
 from cupy_flash.mods.on_arrays.scores import FIRST_PAIR, Pairs, Scores
 from cupy_flash.mods.shapes import refuse_other_lengths
+from cupy_flash.opaque import opaque
 from cupy_flash.reference.dense import error_bound
 from cupy_flash.reference.eight_bits import widened
 from cupy_flash.reference.modifications import fitting_modifications, read_array
@@ -113,6 +114,7 @@ EXACT = Arithmetic.of(np.float64, np.float64)
 SIZES = EXACT._replace(magnitudes=True)
 
 
+@opaque
 def attention_backward_reference(
     dout: Any,
     q: Any,

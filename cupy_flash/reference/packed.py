@@ -19,6 +19,7 @@ from cupy_flash.mods.keywords import Window, window_of
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.mods.on_arrays.scores import FIRST_PAIR, Pairs
 from cupy_flash.mods.shapes import Sizes, refuse_other_lengths
+from cupy_flash.opaque import opaque
 from cupy_flash.problem.arrays import LARGEST_QUANTIZED
 from cupy_flash.reference.dense import formula
 from cupy_flash.reference.eight_bits import (
@@ -67,6 +68,7 @@ class KVCacheResult(NamedTuple):
     v_scale: Any = None
 
 
+@opaque
 def attention_varlen_reference(
     q: Any,
     k: Any,
@@ -205,6 +207,7 @@ def packed_sequences(
         yield rows, keys[b], FIRST_PAIR._replace(b=b, q_start=rows.start, k_start=k_start)
 
 
+@opaque
 def attention_with_kvcache_reference(
     q: Any,
     k_cache: Any,

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from cupy_flash.arrays.kinds import read, result_converter
+from cupy_flash.opaque import opaque
 from cupy_flash.reference.gradients import (
     EXACT,
     SIZES,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from cupy_flash.mods.keywords import PackedModifications
 
 
+@opaque
 def attention_varlen_backward_reference(
     dout: Any,
     q: Any,

@@ -3,26 +3,35 @@
     from cupy_flash.torch import flash_attention
 
 The functions have the arguments of the functions of the same names in `cupy_flash`. Gradients reach
-q, k, v, bias and sinks, from out and, with return_lse, from lse; numbers and lists are constants.
+q, k, v, bias, sinks, ALiBi slopes and tensors that a `ScoreMod` captures, from out and, with
+return_lse, from lse; numbers and lists are constants.
 `scaled_dot_product_attention` replaces PyTorch's own function. Without gradients, calls cost what
 those in `cupy_flash` do. Unsupported derivatives, such as second derivatives, raise an error.
 
-Under `torch.compile` a call becomes the operator `cupy_flash::attention` in the graph. A call with
-score_mod, mask_mod or a list among its arguments splits the graph instead.
+The functions may be transformed by `torch.func.grad`, `vjp` and `vmap`, cast under `torch.autocast`
+and take nested tensors with the jagged layout; see docs/guide/gradients.md.
+
+Under `torch.compile` a call becomes an operator in the graph, such as `cupy_flash::attention`; see
+docs/guide/torch_compile.md.
 """
 
 from __future__ import annotations
 
+from cupy_flash.torch import flops
 from cupy_flash.torch.attention import (
     flash_attention,
     flash_attention_qkvpacked,
     flash_attention_varlen,
     scaled_dot_product_attention,
 )
+from cupy_flash.torch.kvcache import flash_attention_with_kvcache
 
 __all__ = [
     "flash_attention",
     "flash_attention_qkvpacked",
     "flash_attention_varlen",
+    "flash_attention_with_kvcache",
     "scaled_dot_product_attention",
 ]
+
+flops.register()

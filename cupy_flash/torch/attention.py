@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from cupy_flash.arrays.kinds import elements
 from cupy_flash.arrays.strided import kind_of
 from cupy_flash.arrays.torch_arrays import may_be_transformed, require_whole
 from cupy_flash.calls.arguments import check_qkv
@@ -17,8 +14,16 @@ from cupy_flash.calls.gpu import torch_autograd
 from cupy_flash.calls.scaled_dot_product import mask_name, options_of, reshaped, shapes_of
 from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
 from cupy_flash.mods.keywords import with_offsets
+from cupy_flash.torch import transforms
+from cupy_flash.torch.autocast import autocast_is_enabled, cast_arguments, cast_tensor
+from cupy_flash.torch.distributed import require_local, waited_for
 from cupy_flash.torch.functions import FlashAttention, FlashAttentionWithLse
-from cupy_flash.torch.operators import fits_operator, plain_modifications
+from cupy_flash.torch.graphs import are_tensors, is_plain, outside_graph
+from cupy_flash.torch.modifications import fits_graph, is_integer, packed
+from cupy_flash.torch.nested import longest_shape, packed_call
+from cupy_flash.torch.observed import is_observed, results_of_operator
+from cupy_flash.torch.operators import ATTENTION, ATTENTION_VARLEN
+from cupy_flash.torch.tracked import as_it_is_now, with_tracked
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -46,12 +51,13 @@ def flash_attention(
     Parameters
     ----------
     q, k, v, causal, softmax_scale, q_offset, layout, return_lse, **modifications
-        See `cupy_flash.flash_attention`.
+        See `cupy_flash.flash_attention`. q, k and v may be nested tensors with the jagged layout,
+        whose seqlen is ragged; a bias, a mask, a tree_mask and seqlens_k then raise ValueError.
 
     Returns
     -------
     out : Tensor, shape (batch, seqlen_q, heads_q, head_dim_v)
-        Output. With return_lse, the pair (out, lse).
+        Output. With return_lse, the pair (out, lse). Both are nested tensors if q is.
 
     Raises
     ------
@@ -59,18 +65,22 @@ def flash_attention(
         See `cupy_flash.flash_attention` and, for the backward pass,
         `cupy_flash.flash_attention_backward`.
     NotImplementedError
-        If a tensor has a forward-mode tangent, inside a torch.func transform, while a graph is
-        traced by anything but torch.compile, and if a gradient is differentiated.
+        If a tensor has a forward-mode tangent, inside torch.func.functionalize and torch.jit.trace,
+        and if a gradient is differentiated.
     RuntimeError
         In the backward pass, if a tensor of the call has been overwritten.
     """
+    if autocast_is_enabled():
+        (q, k, v), modifications = cast_arguments((q, k, v), modifications)
     if torch.compiler.is_compiling():
         offset, modified = with_offsets(q_offset, modifications)
-        if fits_operator((q, k, v), (offset,), causal, softmax_scale, layout, modified):
-            plain, numbers = plain_modifications(modified), (causal, softmax_scale, offset, layout)
-            out, lse = torch.ops.cupy_flash.attention(q, k, v, *plain, *numbers)
+        plain = is_plain(causal, softmax_scale, layout) and (offset is None or is_integer(offset))
+        if plain and are_tensors(q, k, v) and fits_graph(modified):
+            heads = q.shape[-2 if layout == "bshd" else -3]
+            arguments = (*packed(modified, q, heads), causal, softmax_scale, offset, layout)
+            out, lse = ATTENTION(q, k, v, *arguments)
             return (out, lse) if return_lse else out
-        return _outside_graph(
+        return outside_graph(
             *(flash_attention, q, k, v),
             causal=causal,
             softmax_scale=softmax_scale,
@@ -158,17 +168,17 @@ def flash_attention_varlen(
     TypeError, ValueError, UnsupportedError, CompileError
         See `flash_attention`.
     """
+    if autocast_is_enabled():
+        (q, k, v), modifications = cast_arguments((q, k, v), modifications)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     if torch.compiler.is_compiling():
-        used = () if seqused_k is None else (seqused_k,)
         tensors, most = (q, k, v, cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-        if fits_operator((*tensors, *used), most, causal, softmax_scale, "bshd", modifications):
-            plain = plain_modifications(modifications)
-            out, lse = torch.ops.cupy_flash.attention_varlen(
-                *(q, k, v, *plain, *lengths, causal, softmax_scale)
-            )
+        plain = is_plain(causal, softmax_scale) and all(is_integer(x) for x in most)
+        if plain and are_tensors(*tensors, optional=(seqused_k,)) and fits_graph(modifications):
+            arguments = (*packed(modifications, q, q.shape[1]), *lengths, causal, softmax_scale)
+            out, lse = ATTENTION_VARLEN(q, k, v, *arguments)
             return (out, lse) if return_lse else out
-        return _outside_graph(
+        return outside_graph(
             *(flash_attention_varlen, q, k, v, *lengths[:4]),
             causal=causal,
             softmax_scale=softmax_scale,
@@ -198,7 +208,8 @@ def scaled_dot_product_attention(
     ----------
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         See `cupy_flash.scaled_dot_product_attention`. Gradients reach query, key, value and a
-        float attn_mask.
+        float attn_mask. query, key and value may be nested tensors (batch, heads, seqlen, head_dim)
+        with the jagged layout, without an attn_mask.
 
     Returns
     -------
@@ -214,11 +225,23 @@ def scaled_dot_product_attention(
     options = options_of(dropout_p, is_causal, scale, enable_gqa, has_mask=has_mask)
     names, inputs = ("query", "key", "value"), (query, key, value)
     _require_tensors(names, inputs)
+    if autocast_is_enabled():
+        inputs = query, key, value = tuple(map(cast_tensor, inputs))
+        attn_mask = cast_tensor(attn_mask)
     for name, tensor in zip(names, inputs, strict=True):
         if tensor.dtype != query.dtype:
             raise TypeError(
                 f"{name} has dtype {tensor.dtype}; expected {query.dtype}, as query has"
             )
+    if query.is_nested or key.is_nested or value.is_nested:
+        if attn_mask is not None:
+            raise ValueError(
+                "attn_mask is given with nested tensors; pass flash_attention a mask_mod instead"
+            )
+        q, k, v = (longest_shape(*x) for x in zip(names, inputs, strict=True))
+        shapes_of(q, k, v, None, enable_gqa)
+        result: Tensor = flash_attention(query, key, value, **options)
+        return result
     of_mask = None
     if attn_mask is not None:
         _require_tensors(("attn_mask",), (attn_mask,))
@@ -246,16 +269,25 @@ def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) ->
         # Parameter need.
         if tensor.__class__ is not Tensor:
             _require_tensors(call.names, inputs)
+            inputs = waited_for(inputs)
+            if any(x.is_nested for x in inputs[:3]) and call.options.kind == "dense":
+                packed = packed_call(call, inputs)
+                return packed.nested(_run(packed.call, packed.inputs, return_lse), return_lse)
+            break
     if may_be_transformed():
+        if transforms.are_active():
+            return transforms.attention(call, inputs, return_lse)
+        if is_observed() and (results := results_of_operator(call, inputs)) is not None:
+            return results if return_lse else results[0]
         for name, tensor in zip(call.names, inputs, strict=True):
             require_whole(name, tensor)
     if torch.is_grad_enabled():
         if call.modifications:
-            _require_constants(call)
+            call, inputs = with_tracked(call, inputs)
         for tensor in inputs:
             if tensor.requires_grad:
                 function = FlashAttentionWithLse if return_lse else FlashAttention
-                return function.apply(_as_it_is_now(call), *inputs)
+                return function.apply(as_it_is_now(call), *inputs)
     if call.following_arrays is not None:
         options = call.options if return_lse else call.without_lse
         made = torch_autograd.run(inputs + call.following_arrays, options)
@@ -269,43 +301,5 @@ def _require_tensors(names: tuple[str, ...], inputs: tuple[Any, ...]) -> None:
     for name, tensor in zip(names, inputs, strict=True):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} is {kind_of(tensor)}; expected a tensor")
-
-
-def _require_constants(call: DifferentiableCall) -> None:
-    """Raise ValueError for a tensor that requires a gradient which attention does not compute."""
-    captured = {name: x for mod in call.functions for name, x in mod.tensors.items()}
-    for name, value in {**call.modifications, **captured}.items():
-        if not any(getattr(x, "requires_grad", False) for x in elements(value)):
-            continue
-        if isinstance(value, (list, tuple)):
-            raise ValueError(
-                f"{name} holds a tensor that requires a gradient; pass numbers or detached "
-                "tensors: only q, k, v, and a bias and sinks that are tensors have gradients, not "
-                "lists"
-            )
-        raise ValueError(
-            f"{name} requires a gradient; pass it detached: only q, k, v, bias and sinks have "
-            "gradients"
-        )
-
-
-def _as_it_is_now(call: DifferentiableCall) -> DifferentiableCall:
-    """Return the call with copies of arguments that may change before the backward pass.
-
-    Autograd detects writes to tensors. Lists, and arrays of other libraries, are copied.
-    """
-    # Most calls have neither constants nor modifications.
-    if not call.constants and not call.modifications:
-        return call
-    others = {n: x for n, x in call.constants.items() if not isinstance(x, Tensor)}
-    if others:
-        call = call.with_constants(copy.deepcopy(others))
-    return call.with_numbers()
-
-
-def _call_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    return function(*arguments, **options)
-
-
-# Calls a public function outside the graph of torch.compile, which splits the graph.
-_outside_graph = torch.compiler.disable(_call_of)
+        if tensor.__class__ is not Tensor:
+            require_local(name, tensor)

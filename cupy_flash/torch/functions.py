@@ -8,13 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cupy_flash.arrays.torch_arrays import version_of
+from cupy_flash.arrays.torch_arrays import is_tracked, version_of
 from cupy_flash.calls.gpu import torch_autograd
 from cupy_flash.differentiable import DifferentiableCall
 
 # `Function.apply` takes 2.5 us longer, for functorch transforms. Attention does not support these,
 # because their tensors have no readable memory.
 _Function: Any = getattr(torch.autograd.function, "_SingleLevelFunction", torch.autograd.Function)
+
+
+# Name of a tensor, the tensor, and its version.
+Version = tuple[str, Tensor, int | None]
 
 
 class FlashAttention(_Function):  # type: ignore[misc]
@@ -65,10 +69,7 @@ def _saved(ctx: Any, call: DifferentiableCall, inputs: tuple[Tensor, ...]) -> An
         tensors = [x for x in call.constants.values() if isinstance(x, Tensor)]
         ctx.save_for_backward(*inputs, *results, *tensors)
     if call.modifications:
-        # Captured tensors are read in place instead of being saved by autograd, so the backward
-        # pass has to compare their versions itself.
-        captured = [x for mod in call.functions for x in mod.tensors.items()]
-        ctx.versions = [(name, tensor, version_of(tensor)) for name, tensor in captured]
+        ctx.versions = captured_versions(call)
     return results
 
 
@@ -82,13 +83,8 @@ def _gradients(
         result = torch_autograd.gradients(record, saved, dout, dlse, needed)
         if result is not None:
             return result
-    for name, tensor, version in ctx.versions if call.modifications else ():
-        if version_of(tensor) != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: {name}, which a function of the call captures, is at version "
-                f"{version_of(tensor)}; expected version {version} instead"
-            )
+    if call.modifications:
+        require_versions(ctx.versions)
     first = len(call.names)
     inputs, (out, lse, *tensors) = saved[:first], saved[first:]
     names = [name for name, x in call.constants.items() if isinstance(x, Tensor)]
@@ -108,6 +104,27 @@ class _Gradients(_Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise no_second_derivative()
+
+
+def captured_versions(call: DifferentiableCall) -> list[Version]:
+    """Return the versions of captured tensors, for `require_versions`.
+
+    Captured tensors without gradients are read in place instead of being saved by autograd, so the
+    backward pass has to compare their versions itself.
+    """
+    captured = (x for mod in call.functions for x in mod.tensors.items())
+    return [(name, x, version_of(x)) for name, x in captured if not is_tracked(x)]
+
+
+def require_versions(versions: list[Version]) -> None:
+    """Raise RuntimeError if a tensor has been overwritten since the forward pass."""
+    for name, tensor, version in versions:
+        if version_of(tensor) != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: {name} of attention is at version {version_of(tensor)}; "
+                f"expected version {version} instead"
+            )
 
 
 def no_second_derivative() -> NotImplementedError:

@@ -1,77 +1,88 @@
-"""Operators of PyTorch that `cupy_flash.torch` calls under `torch.compile`."""
+"""Operators of PyTorch for attention and its gradients, which `torch.compile` sees in graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, library
-from torch._library.autograd import make_autograd_impl
+from torch._library.autograd import Info, make_autograd_impl
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from cupy_flash.arrays.strided import LAYOUTS
-from cupy_flash.arrays.torch_arrays import NO_FORWARD_MODE, has_tangent
-from cupy_flash.differentiable import WITH_GRADIENT, DifferentiableCall, dense_call, varlen_call
-from cupy_flash.mods.keywords import ARRAYS
+from cupy_flash.arrays.torch_arrays import NO_FORWARD_MODE, has_tangent, in_forward_mode
+from cupy_flash.calls.gpu import torch_autograd
+from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
+from cupy_flash.problem.gradient import ROWS
+from cupy_flash.torch import modifications as mods
+from cupy_flash.torch.batching import mapped
 from cupy_flash.torch.functions import no_second_derivative, pull_back
 
 _Library: Any = library.Library
-_operators = _Library("cupy_flash", "FRAGMENT")
+OPERATORS = _Library("cupy_flash", "FRAGMENT")
+# Devices whose tensors the operators compute.
+_DEVICES = ("CPU", "CUDA")
+_BACKENDS = tuple(getattr(torch._C.DispatchKey, device) for device in _DEVICES)
 
-# Modifications that operators take after those in `WITH_GRADIENT`: other arrays, then numbers.
-_ARRAYS = tuple(name for name in ARRAYS if name not in WITH_GRADIENT)
-_NUMBERS = ("window_size", "softcap")
-_WITH_TANGENTS = ("q", "k", "v", *WITH_GRADIENT, *_ARRAYS)
-_OF_MODIFICATIONS = "Tensor? bias, Tensor? sinks, Tensor?[] arrays, int[] window, float? softcap"
-_LENGTHS = (
-    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, "
-    "Tensor? seqused_k"
+# Number of the first arguments that may have gradients: q, k, v, and modifications.
+_FIRST = len(ROWS) + len(mods.DIFFERENTIABLE)
+# Arguments of operators after the modifications, and of those of gradients before q.
+DENSE_SCHEMA = "bool causal, float? softmax_scale, SymInt? q_offset, str layout"
+VARLEN_SCHEMA = (
+    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    "Tensor? seqused_k, bool causal, float? softmax_scale"
 )
+RESULTS = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse, str[] wrt"
+_LEADING = RESULTS.count(",") + 1
 
 
-def plain_modifications(modifications: Any) -> tuple[Any, ...]:
-    """Return modifications as operator arguments; -1 stands for a missing window bound."""
-    window = [-1 if x is None else x for x in modifications.get("window_size") or (None, None)]
-    arrays = [modifications.get(name) for name in _ARRAYS]
-    of_gradient = [modifications.get(name) for name in WITH_GRADIENT]
-    return *of_gradient, arrays, window, modifications.get("softcap")
+def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Define an operator of the namespace `cupy_flash`.
 
+    `torch.library.custom_op` would wrap each call in two more functions.
 
-def fits_operator(
-    tensors: tuple[Any, ...],
-    integers: tuple[Any, ...],
-    causal: Any,
-    softmax_scale: Any,
-    layout: Any,
-    modifications: Mapping[str, Any],
-) -> bool:
-    """Return whether an operator accepts these arguments as they are.
-
-    Other calls are made outside the graph, where wrong arguments raise the usual errors.
+    Parameters
+    ----------
+    name, schema
+        Name of the operator, and its arguments and results in the notation of PyTorch.
+    run
+        Function that computes the results of tensors.
+    fake
+        Function that returns empty tensors with the shapes of the results.
     """
-    given = {name: value for name, value in modifications.items() if value is not None}
-    arrays = [value for name, value in given.items() if name not in _NUMBERS]
-    window = given.get("window_size", ())
-    return (
-        all(isinstance(x, Tensor) for x in (*tensors, *arrays))
-        and not any(x.requires_grad for n, x in given.items() if n in _ARRAYS)
-        and set(given) <= {*WITH_GRADIENT, *_ARRAYS, *_NUMBERS}
-        and isinstance(causal, bool)
-        and isinstance(layout, str)
-        and layout in LAYOUTS
-        and isinstance(window, (tuple, list))
-        and len(window) in (0, 2)
-        and all(x is None or isinstance(x, int) for x in (*integers, *window))
-        and all(
-            x is None or isinstance(x, (int, float)) for x in (softmax_scale, given.get("softcap"))
-        )
-    )
+    OPERATORS.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    for device in _DEVICES:
+        OPERATORS.impl(name, run, device)
+    library.register_fake(f"cupy_flash::{name}", fake, lib=OPERATORS)
 
 
-def _options(bias: Any, sinks: Any, arrays: Any, window: Any, softcap: Any) -> dict[str, Any]:
-    """Return modifications by name, given the operator arguments of `plain_modifications`."""
-    names = (*WITH_GRADIENT, *_ARRAYS, *_NUMBERS)
-    return dict(zip(names, (bias, sinks, *arrays, tuple(window), softcap), strict=True))
+def _record(
+    name: str,
+    run: Callable[..., Any],
+    backward: Callable[..., Any],
+    save: Callable[..., Any] | None = None,
+    refuse_tangents: Callable[[Sequence[Any]], None] | None = None,
+) -> None:
+    """Let autograd record an operator; `run` computes its results.
+
+    The operator would drop the tangents of tensors that require no gradient, so these are refused.
+    """
+    operator = getattr(torch.ops.cupy_flash, name).default
+    recording = make_autograd_impl(operator, Info(backward, save))
+
+    def kernel(keyset: Any, *values: Any) -> Any:
+        if refuse_tangents is not None and in_forward_mode():
+            refuse_tangents(values)
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*values)):
+            below = keyset & torch._C._after_ADInplaceOrView_keyset
+            if below.highestPriorityTypeId() in _BACKENDS:
+                # Nothing else observes the call. A second call of PyTorch's dispatcher would take
+                # longer than all that `run` does besides attention.
+                with torch._C._AutoDispatchBelowAutograd():
+                    return run(*values)
+        return recording(keyset, *values)
+
+    OPERATORS.impl(name, kernel, "Autograd", with_keyset=True)
 
 
 class _Operator(NamedTuple):
@@ -81,6 +92,8 @@ class _Operator(NamedTuple):
     ----------
     name
         Name of the operator.
+    kind
+        Kind of the call, see `Options`.
     schema
         Schema of the other arguments.
     of_plain
@@ -91,109 +104,147 @@ class _Operator(NamedTuple):
     """
 
     name: str
+    kind: str
     schema: str
     of_plain: Callable[..., tuple[DifferentiableCall, tuple[Any, ...]]]
     lse_shape: Callable[..., tuple[Any, ...]]
 
-    def register(self) -> None:
-        """Register the operator with torch, and its backward pass as a second operator."""
-        arguments = f"Tensor q, Tensor k, Tensor v, {_OF_MODIFICATIONS}, {self.schema}"
-        made = library.custom_op(
-            f"cupy_flash::{self.name}",
-            self.run,
-            mutates_args=(),
-            schema=f"({arguments}) -> (Tensor, Tensor)",
-        )
-        made.register_fake(self.run_fake)
-        made.register_autograd(self.backward, setup_context=_save)
-        recording = make_autograd_impl(made._opoverload, made)
+    def register(self) -> Any:
+        """Register the operator, and its backward pass as a second operator; return the former."""
+        arguments = f"Tensor q, Tensor k, Tensor v, {mods.SCHEMA}, {self.schema}"
+        define(self.name, f"({arguments}) -> (Tensor, Tensor)", self.run, self.run_fake)
+        operator = getattr(torch.ops.cupy_flash, self.name).default
+        _record(self.name, self.run, self.backward, _save, _refuse_tangents)
+        schema = f"({RESULTS}, {arguments}) -> Tensor[]"
+        define(f"{self.name}_gradients", schema, self.gradients, self.gradients_fake)
+        gradients = f"{self.name}_gradients"
+        _record(gradients, self.gradients, _refuse_second_derivative)
+        library.register_vmap(f"cupy_flash::{self.name}", self.run_mapped, lib=OPERATORS)
+        library.register_vmap(f"cupy_flash::{gradients}", self.gradients_mapped, lib=OPERATORS)
+        return operator
 
-        # Without this check, an operator drops the tangents of tensors that require no gradient.
-        def without_tangents(keyset: Any, *values: Any) -> Any:
-            q, k, v, bias, sinks, arrays, *_ = values
-            tensors = (q, k, v, bias, sinks, *arrays)
-            for name, tensor in zip(_WITH_TANGENTS, tensors, strict=True):
-                if tensor is not None and has_tangent(tensor):
-                    raise NotImplementedError(f"{name} {NO_FORWARD_MODE}")
-            return recording(keyset, *values)
-
-        for device in ("CPU", "CUDA"):
-            key = f"Autograd{device}"
-            _operators.impl(self.name, without_tangents, key, with_keyset=True)
-        results = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needed"
-        made = library.custom_op(
-            f"cupy_flash::{self.name}_gradients",
-            self.gradients,
-            mutates_args=(),
-            schema=f"({results}, {arguments}) -> Tensor[]",
-        )
-        made.register_fake(self.gradients_fake)
-        made.register_autograd(_refuse_second_derivative)
-
-    def _call(self, values: tuple[Any, ...]) -> tuple[DifferentiableCall, tuple[Any, ...]]:
+    def _call(self, values: Sequence[Any]) -> tuple[DifferentiableCall, tuple[Any, ...]]:
         """Return the call that an operator's arguments describe, and its inputs."""
-        q, k, v, bias, sinks, arrays, window, softcap, *others = values
-        modifications = _options(bias, sinks, arrays, window, softcap)
+        q, k, v, *rest = values
+        modifications, others = mods.unpacked(*rest[: mods.COUNT]), rest[mods.COUNT :]
         call, inputs = self.of_plain(*others, modifications)
         return call, (q, k, v, *inputs)
 
     def run(self, *values: Any) -> tuple[Any, Any]:
         """Compute attention; return out and lse."""
         call, inputs = self._call(values)
-        results: tuple[Any, Any] = call.run(inputs)
+        if call.following_arrays is not None:
+            made = torch_autograd.run(inputs + call.following_arrays, call.options)
+            if made is not None:
+                results, _ = made
+                return results
+        results = call.run(inputs)
         return results
 
     def run_fake(self, *values: Any) -> tuple[Any, Any]:
         """Return empty tensors with the shapes of out and lse."""
-        q, _, v, _bias, _sinks, _arrays, _window, _softcap, *others = values
+        q, _, v, *rest = values
         accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-        return out, q.new_empty(self.lse_shape(q, *others), dtype=accumulator)
+        return out, q.new_empty(self.lse_shape(q, *rest[mods.COUNT :]), dtype=accumulator)
 
     def gradients(
-        self, dout: Any, dlse: Any, out: Any, lse: Any, needed: list[bool], *values: Any
+        self, dout: Any, dlse: Any, out: Any, lse: Any, wrt: list[str], *values: Any
     ) -> list[Any]:
-        """Return the needed gradients of those of q, k, v, bias and sinks that are given."""
+        """Return the gradients of the inputs in `wrt`."""
         call, inputs = self._call(values)
-        result = pull_back(call, inputs, (out, lse), (dout, dlse), tuple(needed))
-        return [gradient for gradient in result if gradient is not None]
+        call, more = call.with_inputs(lambda name, _: name in wrt)
+        needed = tuple(name in wrt for name in call.names)
+        made = pull_back(call, (*inputs, *more), (out, lse), (dout, dlse), needed)
+        result = dict(zip(call.names, made, strict=True))
+        return [result[name] for name in wrt]
 
     def gradients_fake(
-        self, dout: Any, dlse: Any, out: Any, lse: Any, needed: list[bool], *values: Any
+        self, dout: Any, dlse: Any, out: Any, lse: Any, wrt: list[str], *values: Any
     ) -> list[Any]:
         """Return empty tensors with the shapes of these gradients."""
-        q, k, v, bias, sinks, *_ = values
-        inputs = [x for x in (q, k, v, bias, sinks) if x is not None]
-        return [x.new_empty(x.shape) for x, n in zip(inputs, needed, strict=True) if n]
+        inputs = dict(zip(_inputs(_names(values)), _inputs(values), strict=True))
+        return [inputs[name].new_empty(inputs[name].shape) for name in wrt]
+
+    def run_mapped(self, info: Any, axes: Any, *values: Any) -> Any:
+        """Compute attention for each element of an axis."""
+        return self._mapped(self.name, info, axes, _names(values), values, ())
+
+    def gradients_mapped(self, info: Any, axes: Any, *values: Any) -> Any:
+        """Compute the gradients for each element of an axis."""
+        results, wrt, plain = values[:_LEADING], values[_LEADING - 1], values[_LEADING:]
+        names = (*("dout", "dlse", "out", "lse"), wrt, *_names(plain))
+        return self._mapped(f"{self.name}_gradients", info, axes, names, (*results, *plain), wrt)
+
+    def _mapped(
+        self,
+        name: str,
+        info: Any,
+        axes: Any,
+        names: tuple[Any, ...],
+        values: tuple[Any, ...],
+        wrt: Sequence[str],
+    ) -> Any:
+        # Modifications follow q, k and v, also in the arguments of gradients.
+        first = (_LEADING if wrt else 0) + len(ROWS)
+        functions = mods.functions_of(*values[first : first + mods.COUNT])
+        operator, size = getattr(torch.ops.cupy_flash, name), info.batch_size
+        return mapped(operator, self.kind, size, axes, names, values, functions, wrt)
 
     def backward(self, ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
         """Return a gradient or None for each argument of the operator."""
-        q, k, v, bias, sinks, out, lse, *others = ctx.saved_tensors
-        first, arrays = (q, k, v, bias, sinks), others[: len(_ARRAYS)]
-        lengths = iter(others[len(_ARRAYS) :])
-        values = (*first, arrays, *[next(lengths) if x is _SAVED else x for x in ctx.values])
-        needed = [n for x, n in zip(first, ctx.needs_input_grad, strict=False) if x is not None]
+        out, lse, *saved = ctx.saved_tensors
+        tensors = iter(saved)
+        leaves = [next(tensors) if x is _SAVED else x for x in ctx.leaves]
+        values = tree_unflatten(leaves, ctx.structure)
+        names = _names(values)
+        # A list of tensors has a list of bools.
+        needed = dict(zip(_inputs(names), _inputs(ctx.needs_input_grad), strict=True))
+        wrt = [name for name, is_needed in needed.items() if is_needed]
         if dout is None:
             dout = torch.zeros_like(out)
         operator = getattr(torch.ops.cupy_flash, f"{self.name}_gradients")
-        new = iter(operator(dout, dlse, out, lse, needed, *values))
-        of_first = (
-            next(new) if x is not None and n else None
-            for x, n in zip(first, ctx.needs_input_grad, strict=False)
-        )
-        return *of_first, *[None] * (len(values) - len(first))
+        new = dict(zip(wrt, operator(dout, dlse, out, lse, wrt, *values), strict=True))
+        of_first = [new.get(name) for name in names[:_FIRST]]
+        of_captures = [new.get(name) for name in names[_FIRST + 1]]
+        of_others = map(_no_gradient, values[_FIRST + 2 :])
+        return *of_first, _no_gradient(values[_FIRST]), of_captures, *of_others
 
 
-# Placeholder in `ctx.values` for a tensor that autograd has saved.
+# Placeholder in `ctx.leaves` for a tensor that autograd has saved.
 _SAVED = object()
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
-    q, k, v, bias, sinks, arrays, *others = inputs
-    lengths = [x for x in others if isinstance(x, Tensor)]
-    ctx.values = [_SAVED if isinstance(x, Tensor) else x for x in others]
-    ctx.save_for_backward(q, k, v, bias, sinks, *output, *arrays, *lengths)
+    leaves, ctx.structure = tree_flatten(inputs)
+    ctx.leaves = [_SAVED if isinstance(x, Tensor) else x for x in leaves]
+    ctx.save_for_backward(*output, *(x for x in leaves if isinstance(x, Tensor)))
     ctx.set_materialize_grads(False)
+
+
+def _refuse_tangents(values: Sequence[Any]) -> None:
+    """Raise NotImplementedError if a tensor has a forward-mode tangent."""
+    names = _names(values)
+    for name, tensor in zip(tree_leaves(names), tree_leaves(tuple(values)), strict=True):
+        if isinstance(tensor, Tensor) and has_tangent(tensor):
+            raise NotImplementedError(f"{name} {NO_FORWARD_MODE}")
+
+
+def _names(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the arguments of an operator, with the names of tensors instead of tensors."""
+    modifications = mods.tensor_names(*values[len(ROWS) : len(ROWS) + mods.COUNT])
+    return *ROWS, *modifications, *values[len(ROWS) + mods.COUNT :]
+
+
+def _inputs(values: Sequence[Any]) -> list[Any]:
+    """Return those of the arguments of an operator that may have gradients: also captures."""
+    return [*values[:_FIRST], *values[_FIRST + 1]]
+
+
+def _no_gradient(value: Any) -> Any:
+    """Return None, or a list of None for a list that autograd flattens: a list of tensors."""
+    is_flattened = isinstance(value, list) and all(isinstance(x, Tensor) for x in value)
+    return [None] * len(value) if is_flattened else None
 
 
 def _refuse_second_derivative(ctx: Any, *gradients: Any) -> Any:
@@ -211,15 +262,7 @@ def _varlen_lse_shape(q: Any, *_: Any) -> tuple[Any, ...]:
     return q.shape[1], q.shape[0]
 
 
-_Operator(
-    "attention",
-    "bool causal, float? softmax_scale, int? q_offset, str layout",
-    dense_call,
-    _dense_lse_shape,
-).register()
-_Operator(
-    "attention_varlen",
-    f"{_LENGTHS}, bool causal, float? softmax_scale",
-    varlen_call,
-    _varlen_lse_shape,
+ATTENTION = _Operator("attention", "dense", DENSE_SCHEMA, dense_call, _dense_lse_shape).register()
+ATTENTION_VARLEN = _Operator(
+    "attention_varlen", "varlen", VARLEN_SCHEMA, varlen_call, _varlen_lse_shape
 ).register()

@@ -120,6 +120,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> fake_gpu.FakeGpu:
         from_dlpack=lambda array: Tensor(
             fake, array.shape, str(array.dtype), address=array.data.ptr
         ),
+        compiler=SimpleNamespace(is_dynamo_compiling=lambda: False),
         nn=SimpleNamespace(Parameter=type("Parameter", (Tensor,), {})),
         is_grad_enabled=lambda: fake.is_grad_enabled,
         _C=private,

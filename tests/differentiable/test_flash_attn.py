@@ -442,14 +442,14 @@ def test_a_compiled_training_step_is_one_graph(rng: np.random.Generator) -> None
 
 # PyTorch's compiler uses deprecated functions of PyTorch.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_cached_call_is_made_outside_a_compiled_graph(rng: np.random.Generator) -> None:
+def test_a_cached_call_is_part_of_a_compiled_graph(rng: np.random.Generator) -> None:
     q, k_cache = (torch.tensor(rng.standard_normal((2, n, 4, 8))) for n in (2, 20))
     caches = [k_cache.clone() for _ in range(2)]
 
     def step(cache: Any) -> Any:
         return fa.flash_attn_with_kvcache(q * 2, cache, cache.flip(1), q, q, cache_seqlens=7) + 1
 
-    compiled = torch.compile(step, backend="eager")
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(caches[0]), step(caches[1]))
     assert torch.equal(*caches)
     assert not torch.equal(caches[0], k_cache)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.torch_operators import NO_MODIFICATIONS
 
 import cupy_flash
 from cupy_flash.calls.gpu import prepared_calls
@@ -146,21 +147,6 @@ def test_used_keys_of_packed_sequences_alone_have_gradients(device: str) -> None
     (dk,) = torch.autograd.grad(attention(q, k, v).sum(), (k,))
     assert dk[1].any()
     assert not dk[2].any()
-
-
-def test_what_would_have_no_gradient_is_refused() -> None:
-    q, k, v = qkv("cpu")
-    (slopes,) = tensors("cpu", (4,))
-    with pytest.raises(ValueError, match="alibi_slopes requires a gradient; pass it detached"):
-        ct.flash_attention(q, k, v, causal=True, alibi_slopes=slopes)
-    ct.flash_attention(q, k, v, causal=True, alibi_slopes=slopes.detach())
-
-
-def test_a_capture_that_would_have_no_gradient_is_refused(device: str) -> None:
-    (gain,) = tensors(device, (4,))
-    with pytest.raises(TypeError, match="gain"):
-        cupy_flash.ScoreMod(lambda score, h, gain: score * gain[h], gain=gain)
-    cupy_flash.ScoreMod(lambda score, h, gain: score * gain[h], gain=gain.detach())
 
 
 @pytest.mark.parametrize(
@@ -382,7 +368,7 @@ def test_graphs_of_the_compiler_hold_the_operator(
 def test_operators_are_as_torch_wants_them(kind: str) -> None:
     from torch import library
 
-    modifications = (None, None, [None] * 8, [-1, -1], None)
+    modifications = NO_MODIFICATIONS
     if kind == "dense":
         given: tuple[Any, ...] = (*qkv("cuda"), *modifications, True, None, None, "bshd")
         operator = torch.ops.cupy_flash.attention

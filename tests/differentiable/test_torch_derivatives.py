@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.torch_operators import NO_MODIFICATIONS
 
 import cupy_flash
 
@@ -51,12 +52,12 @@ def with_lse(x: Any) -> Any:
 
 
 def operator(x: Any) -> Any:
-    plain = (None, None, [None] * 8, [-1, -1], None)
+    plain = NO_MODIFICATIONS
     return torch.ops.cupy_flash.attention(x, x, x, *plain, False, None, None, "bshd")[0]
 
 
 def operator_varlen(x: Any) -> Any:
-    plain = (None, None, [None] * 8, [-1, -1], None)
+    plain = NO_MODIFICATIONS
     lengths = (*lengths_on(x.device), None)
     return torch.ops.cupy_flash.attention_varlen(*[x[0]] * 3, *plain, *lengths, False, None)[0]
 
@@ -89,6 +90,11 @@ def product(name: str) -> Callable[..., Any]:
     return computed
 
 
+def gradient_of_gradient(attention: Any, x: Any, t: Any) -> Any:
+    first = torch.func.grad(lambda x: attention(x).sum())
+    return torch.func.grad(lambda x: first(x).sum())(x)
+
+
 def hessian(attention: Any, x: Any, t: Any) -> Any:
     return torch.autograd.functional.hessian(lambda x: attention(x).sum(), x)
 
@@ -105,6 +111,20 @@ def test_second_derivatives_are_errors(derivative: Any, attention: Any, device: 
     x, t = numbers(device), numbers(device)
     with pytest.raises(RuntimeError, match=SECOND):
         derivative(attention, x, t)
+
+
+@pytest.mark.parametrize("attention", FUNCTIONS)
+@pytest.mark.parametrize("order", [gradient_of_gradient, "jacrev", "jacfwd"])
+def test_second_derivatives_of_transforms_are_errors(
+    order: Any, attention: Any, device: str
+) -> None:
+    def of_jacobian(attention: Any, x: Any, t: Any) -> Any:
+        outer = getattr(torch.func, order)
+        return outer(torch.func.jacrev(lambda x: attention(x).sum()))(x)
+
+    derivative = of_jacobian if isinstance(order, str) else order
+    with pytest.raises(NotImplementedError, match=f"{SECOND}|{TANGENT}"):
+        derivative(attention, numbers(device), numbers(device))
 
 
 @pytest.mark.parametrize("attention", FUNCTIONS)
@@ -208,10 +228,9 @@ PLAIN = [plain, plain_packed, plain_varlen, plain_cached, plain_combine, plain_b
 @pytest.mark.parametrize(
     ("transform", "message"),
     [
-        (dual, TANGENT), (dual_of_parameters, f"{TANGENT}|requires a gradient"), (jvp, TRANSFORM),
-        (linearize, TRACED), (jacfwd, TRANSFORM), (grad, TRANSFORM), (vjp, TRANSFORM),
-        (vmap, TRANSFORM), (functionalize, TRANSFORM), (make_fx, TRACED), (jit_trace, TRACED),
-        (fake, TRACED),
+        (dual, TANGENT), (dual_of_parameters, f"{TANGENT}|requires a gradient"),
+        (jvp, f"{TANGENT}|{TRANSFORM}"), (linearize, f"{TANGENT}|{TRACED}"),
+        (jacfwd, f"{TANGENT}|{TRANSFORM}"), (functionalize, TRANSFORM), (jit_trace, TRACED),
     ],
 )  # fmt: skip
 def test_what_memory_does_not_hold_is_refused(
@@ -223,6 +242,30 @@ def test_what_memory_does_not_hold_is_refused(
         message = f"{message}|{TRANSFORM}|{TRACED}"
     with pytest.raises((NotImplementedError, TypeError), match=message):
         transform(attention, x, t)
+
+
+@pytest.mark.parametrize("attention", PLAIN)
+@pytest.mark.parametrize("transform", [make_fx, fake])
+def test_plain_functions_are_not_traced(transform: Any, attention: Any, device: str) -> None:
+    message = f"{TRACED}|{TRANSFORM}" if attention is plain_varlen else TRACED
+    with pytest.raises((NotImplementedError, TypeError), match=message):
+        transform(attention, numbers(device), numbers(device))
+
+
+@pytest.mark.parametrize("attention", FUNCTIONS)
+def test_graphs_and_fake_tensors_have_the_operator(attention: Any, device: str) -> None:
+    x, t = numbers(device), numbers(device)
+    expected = attention(t)
+    torch.testing.assert_close(make_fx(attention, x, t), expected, rtol=0, atol=0)
+    found = fake(attention, x, t)
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+
+
+@pytest.mark.parametrize("attention", PLAIN)
+@pytest.mark.parametrize("transform", [grad, vjp, vmap])
+def test_plain_functions_are_not_transformed(transform: Any, attention: Any, device: str) -> None:
+    with pytest.raises(NotImplementedError, match=TRANSFORM):
+        transform(attention, numbers(device), numbers(device))
 
 
 @pytest.mark.parametrize("attention", OPERATORS)
@@ -276,17 +319,15 @@ def test_modes_that_look_on_are_let_be(attention: Any, device: str) -> None:
         assert torch.equal(attention(x), expected)
 
 
-@pytest.mark.parametrize("name", ["softmax_scale", "softcap", "alibi_slopes", "gain"])
+@pytest.mark.parametrize("name", ["softmax_scale", "softcap", "gain"])
 def test_no_parameter_is_left_without_its_gradient(device: str, name: str) -> None:
     parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.float64, device=device))
     x = numbers(device)
     if name == "gain":
         gain = parameter.detach()
-        mod = cupy_flash.ScoreMod(lambda score, h, gain: score * gain[h], gain=gain)
+        mod = cupy_flash.MaskMod(lambda h, j, gain: gain[h] > j, gain=gain)
         gain.requires_grad_()
-        options: dict[str, Any] = {"score_mod": mod}
-    elif name == "alibi_slopes":
-        options = {name: parameter, "causal": True}
+        options: dict[str, Any] = {"mask_mod": mod}
     else:
         options = {name: torch.nn.Parameter(parameter[0].detach().clone())}
     for inputs in (x, x.clone().requires_grad_()):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from support.torch_operators import NO_MODIFICATIONS
 
 import cupy_flash
 
@@ -85,7 +86,7 @@ def varlen_slopes(q: Any, k: Any, v: Any, slopes: Any) -> Any:
 
 
 def operator(q: Any, k: Any, v: Any, ends: Any) -> Any:
-    plain = (None, None, [None] * 8, [-1, -1], None)
+    plain = NO_MODIFICATIONS
     lengths = (ends, ends, 6, 6, None)
     return torch.ops.cupy_flash.attention_varlen(q, k, v, *plain, *lengths, True, None)[0]
 

@@ -64,11 +64,10 @@ def compose(
         inner = given if given is SCORE else operation("free", given)
         x = Symbol(substitute(prefixed_text(score_mod, "score_mod")[0], {SCORE: inner}))
     if "alibi_slopes" in specs:
-        slopes: Any = specs["alibi_slopes"].parameter("alibi_slopes")
-        slope = slopes[h] if specs["alibi_slopes"].rank == 1 else slopes[b, h]
         # Without abs() the distance is linear in j. Pairs whose distance then has the wrong sign
         # are masked.
-        x = x - slope * (position - j if masks_later_keys else np.abs(position - j))
+        distance = position - j if masks_later_keys else np.abs(position - j)
+        x = x - _slope("alibi_slopes", specs["alibi_slopes"]) * distance
     pairs: dict[int | None, Any] = {3: (h, q_start + row, j), 4: (b, h, row, j)}
     if "bias" in specs:
         bias: Any = specs["bias"].parameter("bias")
@@ -102,6 +101,19 @@ def compose(
     assert node.type == REAL
     assert visible is None or visible.node.type == BOOL
     return (None if node is SCORE else node), (None if visible is None else visible.node)
+
+
+def with_alibi(score: Node, name: str, slopes: CaptureSpec) -> Node:
+    """Return a score minus the distance of query and key times the slope in a captured array."""
+    position: Any = Symbol(I)
+    return as_node(Symbol(score) - _slope(name, slopes) * np.abs(position - Symbol(J)))
+
+
+def _slope(name: str, spec: CaptureSpec) -> Any:
+    """Return the slope of a pair: one for all, one for each head, or for each sequence and head."""
+    slopes: Any = spec.parameter(name)
+    indices = Symbol(B), Symbol(H)
+    return slopes[indices[-spec.rank :]] if spec.rank else slopes
 
 
 def varies(mod: Traced) -> tuple[bool, bool]:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from cupy_flash.arrays.cuda_interface import is_foreign_array
-from cupy_flash.mods.captures import CaptureSpec
+from cupy_flash.mods.captures import CaptureSpec, unused_name
 from cupy_flash.mods.ir.expression import Node, postorder
 from cupy_flash.mods.trace.symbols import Symbol, TracedArray
 
@@ -73,10 +73,7 @@ class ClosureRebuilder:
 
     def capture(self, name: str, array: Any) -> tuple[str, CaptureSpec]:
         """Add a capture, named after a variable, and return its name and spec."""
-        chosen, number = name, 1
-        while chosen in self._names:
-            number += 1
-            chosen = f"{name}_{number}"
+        chosen = unused_name(name, self._names)
         _, spec = self._read(chosen, array)
         self._found[chosen] = array
         self._names.add(chosen)

@@ -1,0 +1,40 @@
+"""Calls in graphs of `torch.compile`: which ones an operator accepts, and the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cupy_flash.arrays.strided import LAYOUTS
+
+
+def are_tensors(*arrays: Any, optional: tuple[Any, ...] = ()) -> bool:
+    """Return whether all arguments are tensors, and those in `optional` tensors or None.
+
+    Nested tensors do not count, because no operator takes them.
+    """
+    return all(isinstance(x, Tensor) and not x.is_nested for x in arrays) and all(
+        x is None or isinstance(x, Tensor) for x in optional
+    )
+
+
+def is_plain(causal: Any, softmax_scale: Any, layout: Any = "bshd") -> bool:
+    """Return whether an operator accepts these options."""
+    return (
+        isinstance(causal, bool)
+        and (softmax_scale is None or isinstance(softmax_scale, (int, float)))
+        and isinstance(layout, str)
+        and layout in LAYOUTS
+    )
+
+
+def _call_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    return function(*arguments, **options)
+
+
+# Calls a function outside the graph of `torch.compile`, which splits the graph, or is an error with
+# `fullgraph=True`. Wrong arguments raise the usual errors there.
+outside_graph = torch.compiler.disable(_call_of)

@@ -1,0 +1,197 @@
+"""Modifications of a call as arguments of an operator, and their reconstruction from these.
+
+A graph holds tensors, numbers and text. A `ScoreMod` or `MaskMod` therefore becomes the handle of
+its `Template`, and its captures, which may be inputs of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cupy_flash.differentiable import WITH_GRADIENT
+from cupy_flash.mods.keywords import ARRAYS, MODS, NAMES, VECTORS
+from cupy_flash.mods.template import place, used_template
+from cupy_flash.mods.trace.traced import Traced
+from cupy_flash.problem.gradient import OF_MOD
+
+# Arguments of an operator that describe modifications, in the order of `packed`. Handles are those
+# of score_mod and mask_mod, or empty. The captures of score_mod precede those of mask_mod.
+SCHEMA = (
+    "Tensor? bias, Tensor? sinks, Tensor? alibi_slopes, Tensor?[] arrays, Tensor[] captures, "
+    "str[] handles, SymInt[] integers, float[] reals, SymInt[] window, float? softcap"
+)
+COUNT = SCHEMA.count(",") + 1
+# Arrays of modifications that have gradients, in the order of the schema, and those of `arrays`.
+DIFFERENTIABLE = (*WITH_GRADIENT, "alibi_slopes")
+OTHER_ARRAYS = tuple(name for name in ARRAYS if name not in DIFFERENTIABLE)
+
+
+_NO_WINDOW = (-1, -1)
+# Prefixes of the names of captures among all inputs of a call, in the order of `MODS`.
+_PREFIXES = (OF_MOD, "mask_mod.")
+
+
+def fits_graph(modifications: Mapping[str, Any]) -> bool:
+    """Return whether `packed` accepts modifications; `torch.compile` traces this function."""
+    for name, value in modifications.items():
+        if value is None:
+            continue
+        if name not in NAMES:
+            return False
+        if name in MODS:
+            fits = isinstance(value, MODS[name]) and _has_tensors(value)
+            # A mask has no derivative.
+            fits = fits and not (name == "mask_mod" and _requires_grad(value))
+        elif name == "window_size":
+            pair = (None, None) if value == -1 else value
+            fits = isinstance(pair, (tuple, list)) and len(pair) == 2
+            fits = fits and all(x is None or is_integer(x) for x in pair)
+        elif name == "softcap":
+            fits = isinstance(value, (int, float))
+        elif isinstance(value, Tensor):
+            fits = name in DIFFERENTIABLE or not value.requires_grad
+        elif name in VECTORS:
+            fits = _is_number(value) or _is_list(value, _is_number)
+        else:
+            # Arrays of numbers of sequences; the others have more axes and are no lists.
+            fits = name not in ("bias", "mask", "tree_mask") and _is_list(value, is_integer)
+        if not fits:
+            return False
+    return True
+
+
+def packed(modifications: Mapping[str, Any], q: Tensor, heads: int) -> tuple[Any, ...]:
+    """Return modifications as arguments of an operator; `torch.compile` traces this function.
+
+    Parameters
+    ----------
+    modifications
+        Modifications that satisfy `fits_graph`.
+    q
+        Queries, whose dtype and device those tensors have that are made of lists and numbers.
+    heads
+        Number of query heads.
+    """
+    captures: list[Tensor] = []
+    handles: list[str] = []
+    integers: list[int] = []
+    reals: list[float] = []
+    for name in MODS:
+        mod = modifications.get(name)
+        if mod is None:
+            handles.append("")
+            continue
+        template, given, tensors = mod.template, mod.captures, mod.tensors
+        handles.append(template.handle)
+        captures += [
+            tensors[x] if x in tensors else torch.as_tensor(given[x]) for x in template.arrays
+        ]
+        integers += [int(given[x]) for x in template.integers]
+        reals += [given[x] for x in template.reals]
+    window = modifications.get("window_size")
+    if window is None or window == -1:
+        window = (None, None)
+    first, others = (
+        [_as_tensor(name, modifications.get(name), q, heads) for name in names]
+        for names in (DIFFERENTIABLE, OTHER_ARRAYS)
+    )
+    # -1 stands for a missing bound.
+    bounds = [-1 if x is None else x for x in window]
+    softcap = modifications.get("softcap")
+    return *first, others, captures, handles, integers, reals, bounds, softcap
+
+
+def unpacked(*values: Any) -> dict[str, Any]:
+    """Return modifications by name, given the arguments that `packed` returned."""
+    *first, arrays, captures, handles, integers, reals, window, softcap = values
+    # Absent modifications are left out: calls without any are faster.
+    named = zip((*DIFFERENTIABLE, *OTHER_ARRAYS), (*first, *arrays), strict=True)
+    result = {name: x for name, x in named if x is not None}
+    if softcap is not None:
+        result["softcap"] = softcap
+    if tuple(window) != _NO_WINDOW:
+        result["window_size"] = tuple(window)
+    captured = iter(captures), iter(integers), iter(reals)
+    for name, handle in zip(MODS, handles, strict=True):
+        if handle:
+            result[name] = _modification(handle, *captured)
+    return result
+
+
+def tensor_names(*values: Any) -> tuple[Any, ...]:
+    """Return the arguments that `packed` returned, with the names of tensors instead of tensors."""
+    *_, captures, handles, integers, reals, window, softcap = values
+    names: list[str] = []
+    for prefix, handle in zip(_PREFIXES, handles, strict=True):
+        if handle:
+            names += [prefix + name for name in used_template(handle).arrays]
+    assert len(names) == len(captures)
+    others = handles, integers, reals, window, softcap
+    return *DIFFERENTIABLE, list(OTHER_ARRAYS), names, *others
+
+
+def functions_of(*values: Any) -> list[Traced]:
+    """Return the user's functions, given the arguments that `packed` returned."""
+    *_, handles, _integers, _reals, _window, _softcap = values
+    # The specs of captures make no difference to those who ask for the functions.
+    return [Traced(used_template(x).parts.expression, {}) for x in handles if x]
+
+
+def is_integer(value: Any) -> bool:
+    """Return whether a value is an integer, which may be symbolic, and not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _modification(
+    handle: str, captures: Iterator[Any], integers: Iterator[int], reals: Iterator[float]
+) -> Any:
+    template = used_template(handle)
+    arrays = [next(captures) for _ in template.arrays]
+    numbers = [*(next(integers) for _ in template.integers), *(next(reals) for _ in template.reals)]
+    return template.modification(arrays, [_place(x) for x in arrays], numbers)
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    size, dtype = tensor.element_size(), str(tensor.dtype).removeprefix("torch.")
+    return place(tensor.data_ptr(), dtype, tensor.shape, [size * n for n in tensor.stride()])
+
+
+def _requires_grad(mod: Any) -> bool:
+    return any(mod.tensors[x].requires_grad for x in mod.template.arrays if x in mod.tensors)
+
+
+def _has_tensors(mod: Any) -> bool:
+    """Return whether captured arrays are tensors, or NumPy arrays that torch reads in place."""
+    return all(
+        name in mod.tensors
+        or (isinstance(mod.captures[name], np.ndarray) and mod.specs[name].dtype != "bfloat16")
+        for name in mod.template.arrays
+    )
+
+
+def _as_tensor(name: str, value: Any, q: Tensor, heads: int) -> Tensor | None:
+    """Return an array of a modification as a tensor; lists and numbers become constants."""
+    if value is None or isinstance(value, Tensor):
+        return value
+    if name not in VECTORS:
+        return torch.tensor(value, dtype=torch.int32, device=q.device)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if _is_number(value):
+        return torch.full((heads,), value, dtype=dtype, device=q.device)
+    return torch.tensor(value, dtype=dtype, device=q.device)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_list(value: Any, is_element: Callable[[Any], bool]) -> bool:
+    """Return whether a value is a list of such elements, or of such lists."""
+    return isinstance(value, (list, tuple)) and all(
+        is_element(x) or _is_list(x, is_element) for x in value
+    )

@@ -1,0 +1,245 @@
+"""Attention inside of torch.func transforms: grad, vjp and vmap, also nested."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
+
+from cupy_flash.arrays.torch_arrays import (
+    IN_TRANSFORM,
+    NO_FORWARD_MODE,
+    is_in_transform,
+    is_traced,
+    version_of,
+)
+from cupy_flash.differentiable import DifferentiableCall
+from cupy_flash.folding import can_fold, fold_dense, unfold_gradient
+from cupy_flash.torch.functions import (
+    Version,
+    captured_versions,
+    no_second_derivative,
+    require_versions,
+)
+from cupy_flash.torch.tracked import with_tracked
+
+_RESULTS = ("out", "lse")
+_SUPPORTED = (TransformType.Grad, TransformType.Jvp, TransformType.Vmap)
+
+
+def are_active() -> bool:
+    """Return whether transforms are active, and torch does not trace a graph in addition."""
+    return is_in_transform() and not is_traced()
+
+
+def attention(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) -> Any:
+    """Return the result of a call inside of transforms.
+
+    Raises
+    ------
+    NotImplementedError
+        Inside of torch.func.functionalize, and for a forward-mode derivative.
+    """
+    if any(level.key() not in _SUPPORTED for level in get_interpreter_stack()):
+        raise NotImplementedError(f"{call.names[0]} {IN_TRANSFORM}")
+    call, inputs = with_tracked(call, inputs)
+    call = call.with_functions_kept().with_numbers()
+    q = inputs[0]
+    # Arrays of all kinds become tensors, which transforms map, and of which autograd detects
+    # writes.
+    constants = {name: _as_tensor(x, q.device) for name, x in call.constants.items()}
+    named = {**dict(zip(call.names, inputs, strict=True)), **constants}
+    slopes = named.get("alibi_slopes")
+    if slopes is not None and not slopes.ndim:
+        heads = q.shape[-3 if call.options.layout == "bhsd" else -2]
+        named["alibi_slopes"] = slopes.expand(heads)
+    versions = captured_versions(call) + _versions_of(named)
+    out, lse = _Forward(call, tuple(named), versions).apply(named.values())
+    return (out, lse) if return_lse else out
+
+
+def _as_tensor(array: Any, device: torch.device) -> Tensor:
+    # Lists of numbers become float64 and int64, which calls convert.
+    return torch.as_tensor(
+        np.asarray(array) if isinstance(array, (list, tuple)) else array, device=device
+    )
+
+
+def _versions_of(tensors: Mapping[str, Tensor]) -> list[Version]:
+    """Return the versions of the memory of tensors, which transforms do not compare."""
+    found = []
+    for name, tensor in tensors.items():
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+        found.append((name, tensor, version_of(tensor)))
+    return found
+
+
+class _Operation:
+    """Operation on tensors that an autograd function computes, with its rule for vmap.
+
+    The tensors are separate arguments of the autograd function, because torch transforms each of
+    them. It does not look into this object.
+
+    Attributes
+    ----------
+    call
+        The attention call. Its tensors are replaced by those that the operation is given.
+    names
+        Names of the tensors: differentiable inputs of the call, its constants, and others.
+    results
+        Names of the results.
+    wrt
+        Names of the inputs whose gradients are among the results.
+    """
+
+    function: type[torch.autograd.Function]
+
+    def __init__(
+        self, call: DifferentiableCall, names: tuple[str, ...], wrt: tuple[str, ...] = ()
+    ) -> None:
+        self.call, self.names, self.wrt = call, names, wrt
+
+    def apply(self, tensors: Any) -> tuple[Tensor, ...]:
+        """Compute the results as an operation that transforms and autograd record."""
+        results: tuple[Tensor, ...] = self.function.apply(self, *tensors)
+        return results
+
+    def run(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Compute the results of tensors with values, by their names."""
+        raise NotImplementedError
+
+    def given(self, tensors: Mapping[str, Tensor]) -> tuple[DifferentiableCall, tuple[Tensor, ...]]:
+        """Return the call with the constants that are given, and its inputs."""
+        constants = {name: tensors[name] for name in self.call.constants}
+        return self.call.with_constants(constants), tuple(tensors[n] for n in self.call.names)
+
+    def mapped(
+        self, size: int, tensors: Mapping[str, Tensor], mapped: Sequence[str]
+    ) -> tuple[Tensor, ...]:
+        """Return the results of many operations, the first axis of the tensors in `mapped`."""
+        call = self.call
+        functions = [mod.traced for mod in call.functions]
+        if not can_fold(call.options.kind, self.names, mapped, self.wrt, functions):
+            if not size:
+                raise ValueError(
+                    f"vmap maps an axis of length 0 of {', '.join(mapped)}; expected a sample, "
+                    "because these samples are separate calls"
+                )
+            each = [
+                self.apply(x[n] if name in mapped else x for name, x in tensors.items())
+                for n in range(size)
+            ]
+            return tuple(map(torch.stack, zip(*each, strict=True)))
+        folded, batch = fold_dense(torch, tensors, mapped, size, self.wrt)
+        results = self.apply(folded.values())
+        if not self.wrt:
+            return results
+        shapes = {n: x.shape[1:] if n in mapped else x.shape for n, x in tensors.items()}
+        return tuple(
+            unfold_gradient(name, x, shapes[name], size, batch)
+            for name, x in zip(self.wrt, results, strict=True)
+        )
+
+
+class _Transformable(torch.autograd.Function):  # type: ignore[misc]
+    """Autograd function of an `_Operation`, with rules for transforms."""
+
+    @staticmethod
+    def forward(operation: _Operation, *tensors: Tensor) -> Any:
+        return operation.run(dict(zip(operation.names, tensors, strict=True)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.operation, *_ = inputs
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], operation: _Operation, *tensors: Tensor) -> Any:
+        named = {}
+        mapped = []
+        for name, x, axis in zip(operation.names, tensors, in_dims[1:], strict=True):
+            named[name] = x if axis is None else x.movedim(axis, 0)
+            if axis is not None:
+                mapped.append(name)
+        results = operation.mapped(info.batch_size, named, mapped)
+        return results, (0,) * len(results)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        _, *of_tensors = tangents
+        names = zip(ctx.operation.names, of_tensors, strict=True)
+        name = next(name for name, tangent in names if tangent is not None)
+        raise NotImplementedError(f"{name} {NO_FORWARD_MODE}")
+
+
+class _Attention(_Transformable):
+    """Autograd function of attention, which returns out and lse."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _Transformable.setup_context(ctx, inputs, output)
+        _, *tensors = inputs
+        ctx.versions = ctx.operation.versions + _versions_of(
+            dict(zip(_RESULTS, output, strict=True))
+        )
+        ctx.save_for_backward(*tensors, *output)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        require_versions(ctx.versions)
+        operation = ctx.operation
+        _, *needed = ctx.needs_input_grad
+        wrt = tuple(n for n, is_it in zip(operation.names, needed, strict=True) if is_it)
+        if dout is None and dlse is None:
+            return (None,) * (len(needed) + 1)
+        tensors = dict(zip((*operation.names, *_RESULTS), ctx.saved_tensors, strict=True))
+        gradients = {"dout": torch.zeros_like(tensors["out"]) if dout is None else dout}
+        if dlse is not None:
+            gradients["dlse"] = dlse
+        tensors |= gradients
+        made = _Backward(operation.call, tuple(tensors), wrt).apply(tensors.values())
+        result = dict(zip(wrt, made, strict=True))
+        return None, *(result.get(name) for name in operation.names)
+
+
+class _Gradients(_Transformable):
+    """Autograd function of the gradients of attention, whose own derivative raises an error."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise no_second_derivative()
+
+
+class _Forward(_Operation):
+    """Attention, with the results out and lse. `versions` are those of the given tensors."""
+
+    function = _Attention
+
+    def __init__(
+        self, call: DifferentiableCall, names: tuple[str, ...], versions: list[Version]
+    ) -> None:
+        super().__init__(call, names)
+        self.versions = versions
+
+    def run(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        call, inputs = self.given(tensors)
+        results: tuple[Tensor, Tensor] = call.run(inputs)
+        return results
+
+
+class _Backward(_Operation):
+    """Gradients of attention for the inputs in `wrt`."""
+
+    function = _Gradients
+
+    def run(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        call, inputs = self.given(tensors)
+        # Without its own memory, out would be refused, as arrays are that calls write to.
+        results = tensors["out"].contiguous(), tensors["lse"].contiguous()
+        gradients = tensors["dout"], tensors.get("dlse")
+        return call.pull_back(inputs, results, gradients, self.wrt)

@@ -121,7 +121,6 @@ def plan(
     return _plan_backward(kind, given, arch)
 
 
-@opaque
 def plan_backward(q: Any, k: Any, v: Any, *, arch: str | None = None, **options: Any) -> Plan:
     """Return `plan` for `flash_attention_backward`; deprecated.
 
@@ -134,7 +133,6 @@ def plan_backward(q: Any, k: Any, v: Any, *, arch: str | None = None, **options:
     return plan(flash_attention_backward, q=q, k=k, v=v, arch=arch, **options)
 
 
-@opaque
 def plan_varlen(*arguments: Any, arch: str | None = None, **options: Any) -> Plan:
     """Return `plan` for `flash_attention_varlen`; deprecated.
 
@@ -147,7 +145,6 @@ def plan_varlen(*arguments: Any, arch: str | None = None, **options: Any) -> Pla
     return plan(flash_attention_varlen, *arguments, arch=arch, **options)
 
 
-@opaque
 def plan_with_kvcache(*arguments: Any, arch: str | None = None, **options: Any) -> Plan:
     """Return `plan` for `flash_attention_with_kvcache`; deprecated.
 

@@ -175,7 +175,7 @@ def unexpected(
     if function is None:
         running = [frame.f_code for frame, _ in traceback.walk_stack(None)]
     else:
-        running = [getattr(function, "__code__", None)]
+        running = [getattr(inspect.unwrap(function), "__code__", None)]
     by_code = {one.code: one for one in public}
     # The outermost frame is last. Without a public function there, take `flash_attention`.
     called = next((by_code[code] for code in reversed(running) if code in by_code), public[0])
@@ -252,5 +252,6 @@ def _public_functions(kinds: Mapping[str, Iterable[str]]) -> list[_Function]:
             taken = [kinds[kind] for kind in kinds if others == [f"Unpack[{kind}]"]]
             if taken:
                 own = (p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
-                result.append(_Function(name, public, function.__code__, (*own, *taken[0])))
+                code = inspect.unwrap(function).__code__
+                result.append(_Function(name, public, code, (*own, *taken[0])))
     return sorted(result, key=lambda function: function.label != "flash_attention")

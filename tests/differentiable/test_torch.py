@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.torch_operators import NO_MODIFICATIONS
+from support.in_torch.operators import NO_MODIFICATIONS
 
 import cupy_flash
 from cupy_flash.calls.gpu import prepared_calls

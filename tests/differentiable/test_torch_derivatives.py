@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.torch_operators import NO_MODIFICATIONS
+from support.in_torch.operators import NO_MODIFICATIONS
 
 import cupy_flash
 

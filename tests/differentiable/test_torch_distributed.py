@@ -11,7 +11,7 @@ ct = pytest.importorskip("cupy_flash.torch")
 
 
 def test_processes_call_attention_on_their_tensors(device: str, tmp_path: Path) -> None:
-    ranks = pytest.importorskip("support.torch_ranks")
+    ranks = pytest.importorskip("support.in_torch.ranks")
     if device == "cuda" and torch.cuda.device_count() < ranks.RANKS:
         pytest.skip("each process needs a GPU")
     torch.multiprocessing.spawn(

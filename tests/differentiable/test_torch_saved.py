@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from support.torch_operators import NO_MODIFICATIONS
+from support.in_torch.operators import NO_MODIFICATIONS
 
 import cupy_flash
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.torch_operators import counted
+from support.in_torch.operators import counted
 
 import cupy_flash
 from cupy_flash import MaskMod

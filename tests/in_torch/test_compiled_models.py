@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.torch_operators import counted
+from support.in_torch.operators import counted
 
 import cupy_flash
 from cupy_flash import MaskMod
@@ -17,7 +17,7 @@ from cupy_flash.reference.dense import attention_naive, error_bound, max_error
 torch = pytest.importorskip("torch")
 ct = pytest.importorskip("cupy_flash.torch")
 
-from support.torch_model import Model, prepared, random_documents, step  # noqa: E402
+from support.in_torch.model import Model, prepared, random_documents, step  # noqa: E402
 
 # Of the float64 results of four layers, of order 1, which other orders of summation round anew.
 TOLERANCE = {"rtol": 0, "atol": 1e-11}

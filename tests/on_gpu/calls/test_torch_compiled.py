@@ -6,14 +6,14 @@ import copy
 from typing import Any
 
 import pytest
-from support.torch_operators import counted
+from support.in_torch.operators import counted
 
 from cupy_flash import MaskMod
 
 torch = pytest.importorskip("torch")
 ct = pytest.importorskip("cupy_flash.torch")
 
-from support.torch_model import Model, prepared, random_documents, step  # noqa: E402
+from support.in_torch.model import Model, prepared, random_documents, step  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

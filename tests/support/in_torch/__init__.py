@@ -1,0 +1,1 @@
+"""Models, operators and ranks for tests with PyTorch."""

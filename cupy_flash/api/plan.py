@@ -97,7 +97,8 @@ def plan(
             "cupy_flash.flash_attention"
         )
     if not callable(function):
-        _deprecated("plan(q, k, v, ...)", "plan(flash_attention, q, k, v, ...)")
+        old = "plan(q, k, v, ...)"
+        _deprecated(old, "plan(flash_attention, q, k, v, ...)", is_opaque=True)
         if function is not None or arguments:
             arguments = (function, *arguments)
         function = flash_attention
@@ -175,8 +176,10 @@ def _require_given(
     )
 
 
-def _deprecated(old: str, new: str) -> None:
-    warnings.warn(f"{old} is deprecated; call {new}", DeprecationWarning, stacklevel=3)
+def _deprecated(old: str, new: str, *, is_opaque: bool = False) -> None:
+    # The function that calls an opaque function is one frame further away.
+    level = 4 if is_opaque else 3
+    warnings.warn(f"{old} is deprecated; call {new}", DeprecationWarning, stacklevel=level)
 
 
 def _plan_forward(kind: str, given: dict[str, Any], arch: str | None) -> Plan:

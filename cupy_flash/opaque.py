@@ -27,8 +27,10 @@ _modules = sys.modules
 
 def is_traced() -> bool:
     """Return whether Dynamo traces the caller."""
-    # Dynamo replaces the second function by a constant.
-    return "torch" in _modules and _modules["torch"].compiler.is_dynamo_compiling()
+    # While another thread imports torch, the module has no attributes yet.
+    compiler: Any = getattr(_modules.get("torch"), "compiler", None)
+    # Dynamo replaces this function by a constant.
+    return hasattr(compiler, "is_dynamo_compiling") and compiler.is_dynamo_compiling()
 
 
 def marked(function: _F) -> _F:

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cupy_flash.arrays.strided import address_of
+from cupy_flash.arrays.strided import address_of, dtype_name
 from cupy_flash.arrays.torch_arrays import (
     is_any_tensor,
     is_torch_on_gpu,
     is_tracked,
+    may_be_transformed,
     outside_transforms,
+    tensor_types,
 )
 from cupy_flash.mods.captures import (
     CaptureSpec,
@@ -192,7 +194,6 @@ class Modification:
         )
         name = getattr(self.function, "__name__", repr(self.function))
         object.__setattr__(self, "template", Template(parts, name))
-        self.template.add(self)
 
     def _read(self, name: str, value: Any) -> tuple[Any, CaptureSpec]:
         if name in RESERVED:
@@ -346,6 +347,20 @@ class Modification:
         expression = None if self.cuda is None else flattened(self.expression)
         parts = (module, name), self.cuda, dict(self.captures), expression, graph
         return _unpickled, (type(self), self._options(), *parts)
+
+    def reread(self) -> Self:
+        """Return the object, or one that reads its tensors anew if one has other memory now.
+
+        Assigning to `tensor.data`, as `torch.nn.Module.double` does, replaces the memory.
+        """
+        for name, tensor in self.tensors.items():
+            # Other classes, such as fake tensors, and tensors inside of transforms have no address.
+            if tensor.__class__ in tensor_types() and not may_be_transformed():
+                array = self.captures[name]
+                seen = address_of(array), array.shape, f"torch.{dtype_name(array)}"
+                if (tensor.data_ptr(), tuple(tensor.shape), str(tensor.dtype)) != seen:
+                    return self.with_arrays(lambda name, array: self.tensors.get(name, array))
+        return self
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):

@@ -281,6 +281,11 @@ class MaskMod(Modification):
     def _set_options(self, options: Mapping[str, Any]) -> None:
         super()._set_options({**options, "_maps": {}})
 
+    def _set_template(self) -> None:
+        super()._set_template()
+        # Graphs find this object, and with it the block masks that calls keep.
+        self.template.add(self)
+
     def refresh(self) -> None:
         """Make calls read the captured arrays again. Call this after writing to one of them.
 

@@ -84,12 +84,16 @@ class Template:
 
     def __new__(cls, parts: Parts, name: str) -> Template:
         """Return the existing template with these parts, or a new one, named in its handle."""
+        key = parts._replace(function=_hashable(parts.function))
         with _lock:
-            template = _by_parts.get(parts)
+            template = _by_parts.get(key)
             if template is None:
-                template = _by_parts[parts] = object.__new__(cls)
+                template = _by_parts[key] = object.__new__(cls)
                 template.parts, template.name = parts, name
-                template.handle = _handle(parts, name)
+                handle = _handle(parts, name)
+                # A function of the same name may have been defined anew, as in a notebook.
+                is_taken = handle in _by_handle or handle in _used
+                template.handle = f"{handle} {next(_counter)}" if is_taken else handle
                 kinds: dict[str, list[str]] = {"array": [], "integer": [], "real": []}
                 for capture, kind in parts.captures:
                     kinds["integer" if kind in ("bool", INT) else kind].append(capture)
@@ -99,7 +103,7 @@ class Template:
         return template
 
     def add(self, modification: Any) -> None:
-        """Let `modification` find this object, instead of another one with the same captures."""
+        """Let the method `modification` return this object for its captures, while it is alive."""
         captures = modification.captures
         places = [
             place(address_of(x), dtype_name(x), x.shape, x.strides)
@@ -129,7 +133,8 @@ class Template:
             bool(x) if types[n] == "bool" else x for n, x in zip(names, numbers, strict=True)
         ]
         found = self._modifications.get(_key(places, numbers))
-        if found is not None:
+        # The same memory may belong to a tensor that requires a gradient, and to a detached one.
+        if found is not None and not any(x.requires_grad for x in found.tensors.values()):
             return found
         captures = dict(zip((*self.arrays, *names), (*arrays, *numbers), strict=True))
         parts = self.parts
@@ -153,28 +158,41 @@ def place(
     return address, dtype, tuple(shape), steps
 
 
-def used_template(handle: str) -> Template:
-    """Return the template of a handle, and keep it until the process ends.
-
-    A graph holds no more than the handle, so nothing tells when the last graph with it is dropped.
-    Templates hold no captured arrays, and there is one for each function, so they stay few.
+def template_of(handle: str) -> Template:
+    """Return the template of a handle.
 
     Raises
     ------
     RuntimeError
-        If no modification with this handle has been created in this process.
+        If there is no modification with this handle.
     """
-    template = _used.get(handle)
+    template = _used.get(handle) or _by_handle.get(handle)
     if template is None:
-        template = _by_handle.get(handle)
-        if template is None:
-            raise RuntimeError(
-                f"the graph calls {handle!r}, and no modification that computes this function has "
-                "been created in this process; create it before the graph runs, for example by "
-                "importing the module that defines it"
-            )
-        _used[handle] = template
+        raise RuntimeError(
+            f"the graph calls {handle!r}, and no modification that computes this function exists "
+            "in this process; create it before the graph runs, for example by importing the module "
+            "that defines it"
+        )
     return template
+
+
+def keep(handle: str) -> None:
+    """Keep the template of a handle until the process ends, for a graph that holds the handle.
+
+    Nothing tells when the last graph with it is dropped. Templates hold no captured arrays, and
+    there is one for each function in a graph, so they stay few.
+    """
+    _used[handle] = template_of(handle)
+
+
+def _hashable(function: Any) -> Any:
+    """Return a function, or the number that identifies the object if it has no hash."""
+    try:
+        hash(function)
+    except TypeError:
+        # The template keeps the function, so no other object gets this number.
+        return id(function)
+    return function
 
 
 def _key(places: Sequence[Any], numbers: Sequence[Any]) -> tuple[Any, ...]:

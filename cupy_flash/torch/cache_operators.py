@@ -65,6 +65,7 @@ def _run(
 
 def _run_fake(q: Any, k_cache: Any, v_cache: Any, *values: Any) -> Any:
     """Return empty tensors with the shapes of out and lse."""
+    mods.keep_templates(*values[-len(OPTIONS) - mods.COUNT : -len(OPTIONS)])
     options = dict(zip(OPTIONS, values[-len(OPTIONS) :], strict=True))
     head_dim_v = options["head_dim_v"] if v_cache is None else v_cache.shape[-1]
     batch, rows, heads, _ = q.shape

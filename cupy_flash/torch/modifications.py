@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cupy_flash.differentiable import WITH_GRADIENT
 from cupy_flash.mods.keywords import ARRAYS, MODS, NAMES, VECTORS
-from cupy_flash.mods.template import place, used_template
+from cupy_flash.mods.template import Template, keep, place, template_of
 from cupy_flash.mods.trace.traced import Traced
 from cupy_flash.problem.gradient import OF_MOD
 
@@ -129,17 +129,28 @@ def tensor_names(*values: Any) -> tuple[Any, ...]:
     names: list[str] = []
     for prefix, handle in zip(_PREFIXES, handles, strict=True):
         if handle:
-            names += [prefix + name for name in used_template(handle).arrays]
+            names += [prefix + name for name in template_of(handle).arrays]
     assert len(names) == len(captures)
     others = handles, integers, reals, window, softcap
     return *DIFFERENTIABLE, list(OTHER_ARRAYS), names, *others
 
 
+def templates(*values: Any) -> list[Template]:
+    """Return the templates of the user's functions, given the arguments that `packed` returned."""
+    *_, handles, _integers, _reals, _window, _softcap = values
+    return [template_of(handle) for handle in handles if handle]
+
+
+def keep_templates(*values: Any) -> None:
+    """Keep the templates for the graph that is traced with these arguments of `packed`."""
+    for template in templates(*values):
+        keep(template.handle)
+
+
 def functions_of(*values: Any) -> list[Traced]:
     """Return the user's functions, given the arguments that `packed` returned."""
-    *_, handles, _integers, _reals, _window, _softcap = values
     # The specs of captures make no difference to those who ask for the functions.
-    return [Traced(used_template(x).parts.expression, {}) for x in handles if x]
+    return [Traced(template.parts.expression, {}) for template in templates(*values)]
 
 
 def is_integer(value: Any) -> bool:
@@ -150,7 +161,7 @@ def is_integer(value: Any) -> bool:
 def _modification(
     handle: str, captures: Iterator[Any], integers: Iterator[int], reals: Iterator[float]
 ) -> Any:
-    template = used_template(handle)
+    template = template_of(handle)
     arrays = [next(captures) for _ in template.arrays]
     numbers = [*(next(integers) for _ in template.integers), *(next(reals) for _ in template.reals)]
     return template.modification(arrays, [_place(x) for x in arrays], numbers)

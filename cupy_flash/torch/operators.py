@@ -144,6 +144,7 @@ class _Operator(NamedTuple):
     def run_fake(self, *values: Any) -> tuple[Any, Any]:
         """Return empty tensors with the shapes of out and lse."""
         q, _, v, *rest = values
+        mods.keep_templates(*rest[: mods.COUNT])
         accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
         return out, q.new_empty(self.lse_shape(q, *rest[mods.COUNT :]), dtype=accumulator)
@@ -219,6 +220,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
     leaves, ctx.structure = tree_flatten(inputs)
     ctx.leaves = [_SAVED if isinstance(x, Tensor) else x for x in leaves]
     ctx.save_for_backward(*output, *(x for x in leaves if isinstance(x, Tensor)))
+    # Handles do not keep the templates alive.
+    ctx.templates = mods.templates(*inputs[len(ROWS) : len(ROWS) + mods.COUNT])
     ctx.set_materialize_grads(False)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cupy_flash import BlockList, MaskMod, ScoreMod
-from cupy_flash.mods.template import place, used_template
+from cupy_flash.mods.template import place, template_of
 
 
 def documents(ids: Any, width: Any = 3) -> MaskMod:
@@ -51,7 +51,7 @@ def test_other_functions_and_options_have_other_handles() -> None:
 def test_a_handle_finds_the_object_whose_block_masks_are_newest() -> None:
     ids = np.zeros(4, np.int32)
     first, second = documents(ids), documents(ids)
-    template = used_template(first.template.handle)
+    template = template_of(first.template.handle)
     key = [place(ids.ctypes.data, "int32", ids.shape, ids.strides)]
     assert template.modification([ids], key, [3]) is second
     first.refresh()
@@ -63,4 +63,4 @@ def test_a_handle_finds_the_object_whose_block_masks_are_newest() -> None:
 
 def test_an_unknown_handle_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="create it before the graph runs"):
-        used_template("MaskMod(missing) 0")
+        template_of("MaskMod(missing) 0")

@@ -138,7 +138,7 @@ def _in_graph(
         *((cache_seqlens, None) if is_number else (0, cache_seqlens)),
         *scales,
         *(given[name] for name in TENSORS),
-        *packed(modifications, q, q.shape[2]),
+        *packed(modifications, q, q.shape[2], has_gradient=False),
         *(given[name] for name in OPTIONS),
     )
     out = given["out"]

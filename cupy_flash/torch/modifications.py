@@ -65,7 +65,9 @@ def fits_graph(modifications: Mapping[str, Any]) -> bool:
     return True
 
 
-def packed(modifications: Mapping[str, Any], q: Tensor, heads: int) -> tuple[Any, ...]:
+def packed(
+    modifications: Mapping[str, Any], q: Tensor, heads: int, *, has_gradient: bool = True
+) -> tuple[Any, ...]:
     """Return modifications as arguments of an operator; `torch.compile` traces this function.
 
     Parameters
@@ -76,7 +78,16 @@ def packed(modifications: Mapping[str, Any], q: Tensor, heads: int) -> tuple[Any
         Queries, whose dtype and device those tensors have that are made of lists and numbers.
     heads
         Number of query heads.
+    has_gradient
+        Whether the operator has a gradient.
     """
+    # A tensor in the memory of a NumPy array has no version that would tell the backward pass that
+    # the array has been written.
+    as_capture = (
+        torch.ops.cupy_flash.copy_of_capture
+        if has_gradient and torch.is_grad_enabled()
+        else _unchanged
+    )
     captures: list[Tensor] = []
     handles: list[str] = []
     integers: list[int] = []
@@ -89,7 +100,8 @@ def packed(modifications: Mapping[str, Any], q: Tensor, heads: int) -> tuple[Any
         template, given, tensors = mod.template, mod.captures, mod.tensors
         handles.append(template.handle)
         captures += [
-            tensors[x] if x in tensors else torch.as_tensor(given[x]) for x in template.arrays
+            tensors[x] if x in tensors else as_capture(torch.as_tensor(given[x]))
+            for x in template.arrays
         ]
         integers += [int(given[x]) for x in template.integers]
         reals += [given[x] for x in template.reals]
@@ -161,6 +173,10 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     return place(tensor.data_ptr(), dtype, tensor.shape, [size * n for n in tensor.stride()])
 
 
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 def _requires_grad(mod: Any) -> bool:
     return any(mod.tensors[x].requires_grad for x in mod.template.arrays if x in mod.tensors)
 
@@ -169,8 +185,16 @@ def _has_tensors(mod: Any) -> bool:
     """Return whether captured arrays are tensors, or NumPy arrays that torch reads in place."""
     return all(
         name in mod.tensors
-        or (isinstance(mod.captures[name], np.ndarray) and mod.specs[name].dtype != "bfloat16")
+        or (mod.specs[name].dtype != "bfloat16" and _is_readable(mod.captures[name]))
         for name in mod.template.arrays
+    )
+
+
+def _is_readable(array: Any) -> bool:
+    """Return whether an array is a NumPy array of which torch can make a tensor."""
+    # Dynamo splits the graph at an array with a negative stride, and cannot trace `strides`.
+    return isinstance(array, np.ndarray) and (
+        torch.compiler.is_compiling() or all(stride >= 0 for stride in array.strides)
     )
 
 

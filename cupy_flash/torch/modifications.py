@@ -18,6 +18,7 @@ from cupy_flash.mods.keywords import ARRAYS, MODS, NAMES, VECTORS
 from cupy_flash.mods.template import place, used_template
 from cupy_flash.mods.trace.traced import Traced
 from cupy_flash.problem.gradient import OF_MOD
+from cupy_flash.torch.graphs import is_number
 
 # Arguments of an operator that describe modifications, in the order of `packed`. Handles are those
 # of score_mod and mask_mod, or empty. The captures of score_mod precede those of mask_mod.
@@ -52,11 +53,11 @@ def fits_graph(modifications: Mapping[str, Any]) -> bool:
             fits = isinstance(pair, (tuple, list)) and len(pair) == 2
             fits = fits and all(x is None or is_integer(x) for x in pair)
         elif name == "softcap":
-            fits = isinstance(value, (int, float))
+            fits = is_number(value)
         elif isinstance(value, Tensor):
             fits = name in DIFFERENTIABLE or not value.requires_grad
         elif name in VECTORS:
-            fits = _is_number(value) or _is_list(value, _is_number)
+            fits = is_number(value) or _is_list(value, is_number)
         else:
             # Arrays of numbers of sequences; the others have more axes and are no lists.
             fits = name not in ("bias", "mask", "tree_mask") and _is_list(value, is_integer)
@@ -205,13 +206,9 @@ def _as_tensor(name: str, value: Any, q: Tensor, heads: int) -> Tensor | None:
     if name not in VECTORS:
         return torch.tensor(value, dtype=torch.int32, device=q.device)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    if _is_number(value):
+    if is_number(value):
         return torch.full((heads,), value, dtype=dtype, device=q.device)
     return torch.tensor(value, dtype=dtype, device=q.device)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _is_list(value: Any, is_element: Callable[[Any], bool]) -> bool:

@@ -107,6 +107,17 @@ def test_new_functions_and_numbers_are_no_new_graphs(rng: np.random.Generator) -
     assert compiled.graphs == 1
 
 
+def test_an_offset_of_the_queries_may_be_dynamic() -> None:
+    def call(x: Any, offset: Any) -> Any:
+        return ct.flash_attention(x, x, x, causal=True, q_offset=offset)
+
+    compiled = counted(call, dynamic=True)
+    for rows, offset in ((7, 2), (9, 3), (9, 5), (9, -4)):
+        x = torch.randn(2, rows, 4, 8)
+        torch.testing.assert_close(compiled(x, offset), call(x, offset), rtol=0, atol=0)
+    torch.testing.assert_close(compiled(x, None), call(x, None), rtol=0, atol=0)
+
+
 def test_a_graph_reads_what_captured_tensors_hold_now() -> None:
     x, ids = torch.randn(1, 9, 2, 8), torch.zeros(1, 9, dtype=torch.int32)
     mask = MaskMod(lambda b, i, j: ids[b, i] == ids[b, j])
@@ -249,8 +260,15 @@ def test_modules_are_compiled_with_scaled_dot_product_attention(rng: np.random.G
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize(
     "options",
-    [{"softmax_scale": np.float32(0.3)}, {"mask": np.ones((9, 9), bool)}, {"seqlens_k": (4, 2.5)}],
-    ids=["scale", "array", "lengths"],
+    [
+        {"softmax_scale": np.float32(0.3)},
+        {"mask": np.ones((9, 9), bool)},
+        {"seqlens_k": (4, 2.5)},
+        {"softmax_scale": True},
+        {"softcap": True},
+        {"q_offset": True},
+    ],
+    ids=["scale", "array", "lengths", "boolscale", "boolsoftcap", "booloffset"],
 )
 def test_other_arguments_split_the_graph_or_raise_the_usual_error(
     options: dict[str, Any], backend: str

@@ -176,7 +176,8 @@ def with_offsets(q_offset: Any, modifications: Mapping[str, Any]) -> tuple[Any, 
 
     Functions for dense batches take a number, None, or an array or list of numbers as `q_offset`.
     """
-    if q_offset.__class__ in (int, type(None)):
+    # Dynamo of PyTorch 2.11 does not tell the class of a dynamic integer.
+    if q_offset is None or isinstance(q_offset, int):
         return q_offset, modifications
     is_array = isinstance(q_offset, (list, tuple)) or is_foreign_array(q_offset)
     if not getattr(q_offset, "ndim", is_array):

@@ -227,7 +227,8 @@ def scaled_dot_product_attention(
     _require_tensors(names, inputs)
     if autocast_is_enabled():
         inputs = query, key, value = tuple(map(cast_tensor, inputs))
-        attn_mask = cast_tensor(attn_mask)
+        if query.dtype != torch.float64:
+            attn_mask = cast_tensor(attn_mask)
     for name, tensor in zip(names, inputs, strict=True):
         if tensor.dtype != query.dtype:
             raise TypeError(

@@ -25,10 +25,15 @@ def is_plain(causal: Any, softmax_scale: Any, layout: Any = "bshd") -> bool:
     """Return whether an operator accepts these options."""
     return (
         isinstance(causal, bool)
-        and (softmax_scale is None or isinstance(softmax_scale, (int, float)))
+        and (softmax_scale is None or is_number(softmax_scale))
         and isinstance(layout, str)
         and layout in LAYOUTS
     )
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a number, which may be symbolic, and not a bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _call_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

@@ -19,7 +19,7 @@ from cupy_flash.torch.cache_operators import (
     OPTIONS,
     TENSORS,
 )
-from cupy_flash.torch.graphs import are_tensors, is_plain, outside_graph
+from cupy_flash.torch.graphs import are_tensors, is_number, is_plain, outside_graph
 from cupy_flash.torch.modifications import fits_graph, is_integer, packed
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def _in_graph(
     scales = []
     for name in ("k_scale", "v_scale"):
         scale = given[name]
-        if isinstance(scale, (int, float)):
+        if is_number(scale):
             scale = torch.full((), scale, dtype=torch.float32, device=q.device)
         scales.append(scale)
     operator = ATTEND
@@ -138,7 +138,7 @@ def _in_graph(
         *((cache_seqlens, None) if is_number else (0, cache_seqlens)),
         *scales,
         *(given[name] for name in TENSORS),
-        *packed(modifications, q, q.shape[2]),
+        *packed(modifications, q, q.shape[2], has_gradient=False),
         *(given[name] for name in OPTIONS),
     )
     out = given["out"]
@@ -152,7 +152,7 @@ def _fits_operator(arrays: tuple[Any, ...], cache_seqlens: Any, options: Mapping
     """Return whether the operator accepts these arguments; `torch.compile` traces this function."""
     given = {**_DEFAULTS, **options}
     q, k_cache, *others = arrays
-    scales = [given[x] for x in ("k_scale", "v_scale") if not isinstance(given[x], (int, float))]
+    scales = [given[x] for x in ("k_scale", "v_scale") if not is_number(given[x])]
     tensors = [*others, *scales, *(given[name] for name in TENSORS), given["out"]]
     if isinstance(cache_seqlens, (list, tuple)):
         fits = all(is_integer(x) for x in cache_seqlens)
@@ -165,7 +165,7 @@ def _fits_operator(arrays: tuple[Any, ...], cache_seqlens: Any, options: Mapping
     ):
         return False
     modifications = {name: x for name, x in options.items() if name not in _DEFAULTS}
-    head_dim_v, family = given["head_dim_v"], given["family"]
+    head_dim_v, family, out = given["head_dim_v"], given["family"], given["out"]
     return (
         given["backend"] == "auto"
         and given["tile"] is None
@@ -174,6 +174,7 @@ def _fits_operator(arrays: tuple[Any, ...], cache_seqlens: Any, options: Mapping
         and (head_dim_v is None or is_integer(head_dim_v))
         # Without one of these, the size of the result is unknown.
         and (others[0] is not None or head_dim_v is not None)
+        and (out is None or _holds_result(out, q, head_dim_v, others[0]))
         and is_integer(given["num_splits"])
         and all(
             isinstance(given[name], bool)
@@ -182,3 +183,13 @@ def _fits_operator(arrays: tuple[Any, ...], cache_seqlens: Any, options: Mapping
         and is_plain(given["causal"], given["softmax_scale"])
         and fits_graph(modifications)
     )
+
+
+def _holds_result(out: Tensor, q: Tensor, head_dim_v: int | None, v_cache: Tensor | None) -> bool:
+    """Return whether `out` has the dtype, device and shape of the result.
+
+    Eager calls require this, but `copy_` would convert the result.
+    """
+    columns = head_dim_v if v_cache is None else v_cache.shape[-1]
+    is_alike = out.dtype == q.dtype and out.device == q.device
+    return is_alike and out.shape == (*q.shape[:-1], columns)

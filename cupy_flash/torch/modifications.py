@@ -18,6 +18,7 @@ from cupy_flash.mods.keywords import ARRAYS, MODS, NAMES, VECTORS
 from cupy_flash.mods.template import Template, keep, place, template_of
 from cupy_flash.mods.trace.traced import Traced
 from cupy_flash.problem.gradient import OF_MOD
+from cupy_flash.torch.graphs import is_number
 
 # Arguments of an operator that describe modifications, in the order of `packed`. Handles are those
 # of score_mod and mask_mod, or empty. The captures of score_mod precede those of mask_mod.
@@ -52,11 +53,11 @@ def fits_graph(modifications: Mapping[str, Any]) -> bool:
             fits = isinstance(pair, (tuple, list)) and len(pair) == 2
             fits = fits and all(x is None or is_integer(x) for x in pair)
         elif name == "softcap":
-            fits = isinstance(value, (int, float))
+            fits = is_number(value)
         elif isinstance(value, Tensor):
             fits = name in DIFFERENTIABLE or not value.requires_grad
         elif name in VECTORS:
-            fits = _is_number(value) or _is_list(value, _is_number)
+            fits = is_number(value) or _is_list(value, is_number)
         else:
             # Arrays of numbers of sequences; the others have more axes and are no lists.
             fits = name not in ("bias", "mask", "tree_mask") and _is_list(value, is_integer)
@@ -65,7 +66,9 @@ def fits_graph(modifications: Mapping[str, Any]) -> bool:
     return True
 
 
-def packed(modifications: Mapping[str, Any], q: Tensor, heads: int) -> tuple[Any, ...]:
+def packed(
+    modifications: Mapping[str, Any], q: Tensor, heads: int, *, has_gradient: bool = True
+) -> tuple[Any, ...]:
     """Return modifications as arguments of an operator; `torch.compile` traces this function.
 
     Parameters
@@ -76,7 +79,16 @@ def packed(modifications: Mapping[str, Any], q: Tensor, heads: int) -> tuple[Any
         Queries, whose dtype and device those tensors have that are made of lists and numbers.
     heads
         Number of query heads.
+    has_gradient
+        Whether the operator has a gradient.
     """
+    # A tensor in the memory of a NumPy array has no version that would tell the backward pass that
+    # the array has been written.
+    as_capture = (
+        torch.ops.cupy_flash.copy_of_capture
+        if has_gradient and torch.is_grad_enabled()
+        else _unchanged
+    )
     captures: list[Tensor] = []
     handles: list[str] = []
     integers: list[int] = []
@@ -89,7 +101,8 @@ def packed(modifications: Mapping[str, Any], q: Tensor, heads: int) -> tuple[Any
         template, given, tensors = mod.template, mod.captures, mod.tensors
         handles.append(template.handle)
         captures += [
-            tensors[x] if x in tensors else torch.as_tensor(given[x]) for x in template.arrays
+            tensors[x] if x in tensors else as_capture(torch.as_tensor(given[x]))
+            for x in template.arrays
         ]
         integers += [int(given[x]) for x in template.integers]
         reals += [given[x] for x in template.reals]
@@ -172,6 +185,10 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     return place(tensor.data_ptr(), dtype, tensor.shape, [size * n for n in tensor.stride()])
 
 
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 def _requires_grad(mod: Any) -> bool:
     return any(mod.tensors[x].requires_grad for x in mod.template.arrays if x in mod.tensors)
 
@@ -180,8 +197,16 @@ def _has_tensors(mod: Any) -> bool:
     """Return whether captured arrays are tensors, or NumPy arrays that torch reads in place."""
     return all(
         name in mod.tensors
-        or (isinstance(mod.captures[name], np.ndarray) and mod.specs[name].dtype != "bfloat16")
+        or (mod.specs[name].dtype != "bfloat16" and _is_readable(mod.captures[name]))
         for name in mod.template.arrays
+    )
+
+
+def _is_readable(array: Any) -> bool:
+    """Return whether an array is a NumPy array of which torch can make a tensor."""
+    # Dynamo splits the graph at an array with a negative stride, and cannot trace `strides`.
+    return isinstance(array, np.ndarray) and (
+        torch.compiler.is_compiling() or all(stride >= 0 for stride in array.strides)
     )
 
 
@@ -192,13 +217,9 @@ def _as_tensor(name: str, value: Any, q: Tensor, heads: int) -> Tensor | None:
     if name not in VECTORS:
         return torch.tensor(value, dtype=torch.int32, device=q.device)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    if _is_number(value):
+    if is_number(value):
         return torch.full((heads,), value, dtype=dtype, device=q.device)
     return torch.tensor(value, dtype=dtype, device=q.device)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _is_list(value: Any, is_element: Callable[[Any], bool]) -> bool:

@@ -269,3 +269,7 @@ ATTENTION = _Operator("attention", "dense", DENSE_SCHEMA, dense_call, _dense_lse
 ATTENTION_VARLEN = _Operator(
     "attention_varlen", "varlen", VARLEN_SCHEMA, varlen_call, _varlen_lse_shape
 ).register()
+
+# Copies a captured NumPy array for the backward pass. Graphs may compute `torch.clone` again there,
+# of what the array then holds.
+define("copy_of_capture", "(Tensor capture) -> Tensor", torch.clone, torch.clone)

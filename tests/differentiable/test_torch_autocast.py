@@ -13,7 +13,7 @@ ct = pytest.importorskip("cupy_flash.torch")
 LOWER = torch.bfloat16
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 MASKS = [None, torch.bool, torch.bfloat16, torch.float32]
-# PyTorch casts the float mask of a float64 call, and then refuses its dtype.
+# PyTorch casts the float32 mask of a float64 call, and then refuses its dtype.
 CASES = [*itertools.product(DTYPES[:3], MASKS), *itertools.product(DTYPES[3:], MASKS[:2])]
 
 
@@ -31,6 +31,14 @@ def test_dtypes_are_those_of_pytorch(dtype: Any, mask: Any, device: str) -> None
     assert out.dtype == expected.dtype
     found = torch.autograd.grad(out.square().sum(), inputs)
     assert all(x.dtype == dtype for x in found)
+
+
+@pytest.mark.parametrize("mask", [torch.float32, torch.float64])
+def test_the_mask_of_a_float64_call_is_not_cast(mask: Any, device: str) -> None:
+    inputs, bias = rows(device, torch.float64), torch.randn(7, 9, device=device).to(mask)
+    expected = ct.scaled_dot_product_attention(*inputs, bias)
+    with torch.autocast(device, dtype=LOWER):
+        assert torch.equal(ct.scaled_dot_product_attention(*inputs, bias), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -165,6 +165,40 @@ def test_other_arguments_split_the_graph(change: dict[str, Any], rng: np.random.
     torch.testing.assert_close(compiled(copied(arrays)), step(arrays), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("change", ["shape", "dtype", "device"])
+def test_an_output_array_of_another_kind_is_refused(change: str) -> None:
+    q, cache = torch.randn(2, 1, 4, 8), torch.zeros(2, 16, 4, 8)
+    out = {
+        "shape": torch.empty(2, 5, 4, 8),
+        "dtype": torch.empty(2, 1, 4, 8, dtype=torch.float16),
+        "device": torch.empty(2, 1, 4, 8, device="meta"),
+    }[change]
+
+    def step(q: Any, out: Any) -> Any:
+        return ct.flash_attention_with_kvcache(
+            q, cache, cache.clone(), q, q, cache_seqlens=3, out=out
+        )
+
+    with pytest.raises((TypeError, ValueError)) as expected:
+        step(q, out)
+    with pytest.raises(expected.type, match="out"):
+        torch.compile(step, backend="aot_eager")(q, out)
+
+
+@pytest.mark.parametrize("scale", ["k_scale", "softmax_scale", "softcap"])
+def test_bools_are_no_numbers(scale: str) -> None:
+    q, cache = torch.randn(2, 1, 4, 8), torch.zeros(2, 16, 4, 8)
+
+    def step(q: Any) -> Any:
+        options: Any = {scale: True}
+        return ct.flash_attention_with_kvcache(
+            q, cache, cache.clone(), q, q, cache_seqlens=3, **options
+        )
+
+    with pytest.raises(TypeError, match=f"{scale} is"):
+        torch.compile(step, backend="aot_eager")(q)
+
+
 def test_arguments_of_other_types_are_refused() -> None:
     cache = torch.zeros(1, 8, 2, 4)
     with pytest.raises(TypeError, match="q is a ndarray; expected a tensor"):

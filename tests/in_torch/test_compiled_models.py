@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import shutil
 from typing import Any
@@ -11,13 +12,15 @@ import pytest
 from support.in_torch.operators import counted
 
 import cupy_flash
-from cupy_flash import MaskMod
+from cupy_flash import MaskMod, ScoreMod
 from cupy_flash.reference.dense import attention_naive, error_bound, max_error
 
 torch = pytest.importorskip("torch")
 ct = pytest.importorskip("cupy_flash.torch")
 
 from support.in_torch.model import Model, prepared, random_documents, step  # noqa: E402
+
+from cupy_flash.torch.modifications import packed  # noqa: E402
 
 # Of the float64 results of four layers, of order 1, which other orders of summation round anew.
 TOLERANCE = {"rtol": 0, "atol": 1e-11}
@@ -104,6 +107,17 @@ def test_new_functions_and_numbers_are_no_new_graphs(rng: np.random.Generator) -
     assert compiled.graphs == 1
 
 
+def test_an_offset_of_the_queries_may_be_dynamic() -> None:
+    def call(x: Any, offset: Any) -> Any:
+        return ct.flash_attention(x, x, x, causal=True, q_offset=offset)
+
+    compiled = counted(call, dynamic=True)
+    for rows, offset in ((7, 2), (9, 3), (9, 5), (9, -4)):
+        x = torch.randn(2, rows, 4, 8)
+        torch.testing.assert_close(compiled(x, offset), call(x, offset), rtol=0, atol=0)
+    torch.testing.assert_close(compiled(x, None), call(x, None), rtol=0, atol=0)
+
+
 def test_a_graph_reads_what_captured_tensors_hold_now() -> None:
     x, ids = torch.randn(1, 9, 2, 8), torch.zeros(1, 9, dtype=torch.int32)
     mask = MaskMod(lambda b, i, j: ids[b, i] == ids[b, j])
@@ -124,6 +138,76 @@ def test_a_captured_tensor_that_is_overwritten_is_an_error_of_the_backward_pass(
     ids[:, 4:] = 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("how", ["eager", "observed", "aot_eager", "inductor"])
+def test_the_backward_pass_reads_what_a_numpy_array_held(how: str) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    if how == "inductor" and shutil.which("g++") is None:
+        pytest.skip("inductor generates C++")
+    x = torch.randn(2, 9, 2, 8, requires_grad=True)
+    modes = {"observed": lambda: FlopCounterMode(display=False)}
+
+    def call(x: Any, mod: Any) -> Any:
+        with modes.get(how, contextlib.nullcontext)():
+            return ct.flash_attention(x, x, x, score_mod=mod).square().sum()
+
+    is_compiled = how in ("aot_eager", "inductor")
+    function = counted(call, how) if is_compiled else call
+    for _ in range(2):
+        values = np.random.default_rng(0).standard_normal(17).astype(np.float32)
+        mod = ScoreMod(lambda score, i, j, values: score + values[i - j + 8], values=values)
+        (expected,) = torch.autograd.grad(call(x, mod), x)
+        out = function(x, mod)
+        values += 10 * np.arange(17, dtype=np.float32)
+        torch.testing.assert_close(torch.autograd.grad(out, x)[0], expected)
+    assert not is_compiled or function.graphs == 1
+
+
+def test_numpy_arrays_are_copied_for_the_backward_pass_only() -> None:
+    x, lengths = torch.randn(2, 9, 2, 8), np.array([4, 7])
+    mask = {"mask_mod": MaskMod(lambda b, j, lengths: j < lengths[b], lengths=lengths)}
+    tensor = torch.tensor([4, 7])
+    same = {"mask_mod": MaskMod(lambda b, j, lengths: j < lengths[b], lengths=tensor)}
+    place = lengths.ctypes.data
+
+    def places(given: Any, **options: Any) -> list[int]:
+        *_, captures, _handles, _integers, _reals, _window, _softcap = packed(
+            given, x, 2, **options
+        )
+        return [c.data_ptr() for c in captures]
+
+    assert places(mask) != [place]
+    assert places(mask, has_gradient=False) == [place]
+    assert places(same) == [tensor.data_ptr()]
+    with torch.no_grad():
+        assert places(mask) == [place]
+
+
+def test_a_compiled_map_of_a_call_with_a_numpy_array() -> None:
+    x, lengths = torch.randn(3, 2, 9, 2, 8), np.array([4, 7])
+    mask = MaskMod(lambda b, j, lengths: j < lengths[b], lengths=lengths)
+
+    def mapped(x: Any) -> Any:
+        return torch.vmap(lambda x: ct.flash_attention(x, x, x, mask_mod=mask))(x)
+
+    torch.testing.assert_close(counted(mapped)(x), mapped(x))
+
+
+def test_numpy_arrays_that_torch_cannot_read_split_the_graph() -> None:
+    x = torch.randn(2, 9, 2, 8)
+
+    def mod_of(values: Any) -> Any:
+        return ScoreMod(lambda score, i, j, values: score + values[i - j + 8], values=values)
+
+    def call(x: Any, mod: Any) -> Any:
+        return ct.flash_attention(x * 2, x, x, score_mod=mod) + 1
+
+    compiled = torch.compile(call, backend="aot_eager")
+    values = np.linspace(-1, 3, 34)
+    for mod in map(mod_of, (values[::-2], values[:17], values[::-2], values[::2])):
+        torch.testing.assert_close(compiled(x, mod), call(x, mod), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
@@ -176,8 +260,15 @@ def test_modules_are_compiled_with_scaled_dot_product_attention(rng: np.random.G
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize(
     "options",
-    [{"softmax_scale": np.float32(0.3)}, {"mask": np.ones((9, 9), bool)}, {"seqlens_k": (4, 2.5)}],
-    ids=["scale", "array", "lengths"],
+    [
+        {"softmax_scale": np.float32(0.3)},
+        {"mask": np.ones((9, 9), bool)},
+        {"seqlens_k": (4, 2.5)},
+        {"softmax_scale": True},
+        {"softcap": True},
+        {"q_offset": True},
+    ],
+    ids=["scale", "array", "lengths", "boolscale", "boolsoftcap", "booloffset"],
 )
 def test_other_arguments_split_the_graph_or_raise_the_usual_error(
     options: dict[str, Any], backend: str

@@ -121,7 +121,7 @@ def _in_graph(
     """Call the operator; `torch.compile` traces this function."""
     given = {**_DEFAULTS, **options}
     modifications = {name: x for name, x in options.items() if name not in _DEFAULTS}
-    is_number = is_integer(cache_seqlens)
+    has_one_length = is_integer(cache_seqlens)
     if isinstance(cache_seqlens, (list, tuple)):
         cache_seqlens = torch.tensor(cache_seqlens, dtype=torch.int32, device=q.device)
     scales = []
@@ -135,7 +135,7 @@ def _in_graph(
         operator = APPEND_WITH_SCALES if given["compute_scales"] else APPEND
     result, lse = operator(
         *(q, k_cache, v_cache, k, v),
-        *((cache_seqlens, None) if is_number else (0, cache_seqlens)),
+        *((cache_seqlens, None) if has_one_length else (0, cache_seqlens)),
         *scales,
         *(given[name] for name in TENSORS),
         *packed(modifications, q, q.shape[2], has_gradient=False),

@@ -1,8 +1,8 @@
-"""Rules by which `torch.vmap` maps the operators over an axis of their tensors."""
+"""Rules by which `torch.vmap` maps attention over an axis of its tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,31 +47,64 @@ def mapped(
     leaves = [
         x if axis is None else x.movedim(axis, 0) for x, axis in zip(leaves, flat_axes, strict=True)
     ]
-    moved = {n for n, axis in zip(flat_names, flat_axes, strict=True) if axis is not None}
-    named = zip(flat_names, leaves, strict=True)
+    moved = [n for n, axis in zip(flat_names, flat_axes, strict=True) if axis is not None]
+    named = list(zip(flat_names, leaves, strict=True))
     tensors = {name: x for name, x in named if isinstance(x, Tensor)}
 
-    def results_of(leaves: Iterable[Any]) -> Any:
-        return operator(*tree_unflatten(list(leaves), structure))
+    def run(given: Mapping[str, Tensor]) -> Any:
+        leaves = [given[name] if isinstance(x, Tensor) else x for name, x in named]
+        return operator(*tree_unflatten(leaves, structure))
 
+    results = mapped_results(run, kind, size, tensors, moved, functions, wrt)
+    return results, tree_map(lambda _: 0, results)
+
+
+def mapped_results(
+    run: Callable[[Mapping[str, Tensor]], Any],
+    kind: str,
+    size: int,
+    tensors: Mapping[str, Tensor],
+    moved: Sequence[str],
+    functions: Iterable[Traced],
+    wrt: Sequence[str],
+) -> Any:
+    """Return the results for each element of the first axis of the tensors in `moved`.
+
+    Parameters
+    ----------
+    run
+        Function that returns the results as a list or tuple, given tensors by name.
+    kind, size, functions, wrt
+        See `mapped`.
+    tensors
+        Tensors by name.
+    moved
+        Names of the tensors whose first axis is that of the elements.
+
+    Raises
+    ------
+    ValueError
+        If there are no elements, and each would be a separate call.
+    """
     # Only names of captures have a point.
     has_own_captures = any("." in name for name in moved)
     if has_own_captures or not can_fold(kind, tensors, moved, wrt, functions):
-        each = [
-            results_of(
-                x if axis is None else x[n] for x, axis in zip(leaves, flat_axes, strict=True)
+        if not size:
+            raise ValueError(
+                f"vmap maps an axis of length 0 of {', '.join(moved)}; expected a sample, because "
+                "these samples are separate calls"
             )
+        each = [
+            run({name: x[n] if name in moved else x for name, x in tensors.items()})
             for n in range(size)
         ]
-        results = type(each[0])(map(torch.stack, zip(*each, strict=True)))
-    else:
-        folded, batch = fold_dense(torch, tensors, moved, size, wrt)
-        named = zip(flat_names, leaves, strict=True)
-        results = results_of(folded[n] if isinstance(x, Tensor) else x for n, x in named)
-        shapes = {n: tuple(x.shape[1:] if n in moved else x.shape) for n, x in tensors.items()}
-        if wrt:
-            results = [
-                unfold_gradient(name, x, shapes[name], size, batch)
-                for name, x in zip(wrt, results, strict=True)
-            ]
-    return results, tree_map(lambda _: 0, results)
+        return type(each[0])(map(torch.stack, zip(*each, strict=True)))
+    folded, batch = fold_dense(torch, tensors, moved, size, wrt)
+    results = run(folded)
+    if not wrt:
+        return results
+    shapes = {n: tuple(x.shape[1:] if n in moved else x.shape) for n, x in tensors.items()}
+    return type(results)(
+        unfold_gradient(name, x, shapes[name], size, batch)
+        for name, x in zip(wrt, results, strict=True)
+    )

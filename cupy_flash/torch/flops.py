@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cupy_flash.torch import cache_operators
-from cupy_flash.torch.operators import RESULTS, VARLEN_SCHEMA
+from cupy_flash.torch.operators import LEADING, VARLEN_SCHEMA
 
-# Number of arguments of gradients before q, and of packed calls after the modifications.
-_LEADING, _TRAILING = RESULTS.count(",") + 1, VARLEN_SCHEMA.count(",") + 1
+# Number of arguments of packed calls after the modifications.
+_TRAILING = VARLEN_SCHEMA.count(",") + 1
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *others: Any, out_val: Any = None) -> int:
@@ -26,7 +26,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *others: Any, out_val: Any = Non
 
 def _attention_gradients(*values: Any, out_val: Any = None) -> int:
     """Return the number of operations of `attention_gradients`."""
-    q, k, v, *others = values[_LEADING:]
+    q, k, v, *others = values[LEADING:]
     return _products(3, 2, _dense_pairs(q, k, others[-1]), q, v)
 
 
@@ -38,8 +38,8 @@ def _attention_varlen(*values: Any, out_val: Any = None) -> int:
 
 def _attention_varlen_gradients(*values: Any, out_val: Any = None) -> int:
     """Return the number of operations of `attention_varlen_gradients`."""
-    q, _, v, *_ = values[_LEADING:]
-    return _products(3, 2, _varlen_pairs(values[_LEADING:]), q, v)
+    q, _, v, *_ = values[LEADING:]
+    return _products(3, 2, _varlen_pairs(values[LEADING:]), q, v)
 
 
 def _attention_with_kvcache(

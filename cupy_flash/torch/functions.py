@@ -12,8 +12,8 @@ from cupy_flash.arrays.torch_arrays import is_tracked, version_of
 from cupy_flash.calls.gpu import torch_autograd
 from cupy_flash.differentiable import DifferentiableCall
 
-# `Function.apply` takes 2.5 us longer, for functorch transforms. Attention does not support these,
-# because their tensors have no readable memory.
+# `Function.apply` takes 2.5 us longer, for functorch transforms. Calls inside of these use the
+# functions of `cupy_flash.torch.transforms` instead.
 _Function: Any = getattr(torch.autograd.function, "_SingleLevelFunction", torch.autograd.Function)
 
 

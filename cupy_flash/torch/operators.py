@@ -33,7 +33,7 @@ VARLEN_SCHEMA = (
     "Tensor? seqused_k, bool causal, float? softmax_scale"
 )
 RESULTS = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse, str[] wrt"
-_LEADING = RESULTS.count(",") + 1
+LEADING = RESULTS.count(",") + 1
 
 
 def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -65,7 +65,8 @@ def _record(
 ) -> None:
     """Let autograd record an operator; `run` computes its results.
 
-    The operator would drop the tangents of tensors that require no gradient, so these are refused.
+    The operator would drop the tangents of tensors that require no gradient: `refuse_tangents` is
+    given the arguments, and raises an error if a tensor has a tangent.
     """
     operator = getattr(torch.ops.cupy_flash, name).default
     recording = make_autograd_impl(operator, Info(backward, save))
@@ -169,26 +170,27 @@ class _Operator(NamedTuple):
 
     def run_mapped(self, info: Any, axes: Any, *values: Any) -> Any:
         """Compute attention for each element of an axis."""
-        return self._mapped(self.name, info, axes, _names(values), values, ())
+        return self._mapped(self.name, 0, info, axes, _names(values), values, ())
 
     def gradients_mapped(self, info: Any, axes: Any, *values: Any) -> Any:
         """Compute the gradients for each element of an axis."""
-        results, wrt, plain = values[:_LEADING], values[_LEADING - 1], values[_LEADING:]
-        names = (*("dout", "dlse", "out", "lse"), wrt, *_names(plain))
-        return self._mapped(f"{self.name}_gradients", info, axes, names, (*results, *plain), wrt)
+        wrt = values[LEADING - 1]
+        names = (*("dout", "dlse", "out", "lse"), wrt, *_names(values[LEADING:]))
+        return self._mapped(f"{self.name}_gradients", LEADING, info, axes, names, values, wrt)
 
     def _mapped(
         self,
         name: str,
+        first: int,
         info: Any,
         axes: Any,
         names: tuple[Any, ...],
         values: tuple[Any, ...],
         wrt: Sequence[str],
     ) -> Any:
-        # Modifications follow q, k and v, also in the arguments of gradients.
-        first = (_LEADING if wrt else 0) + len(ROWS)
-        functions = mods.functions_of(*values[first : first + mods.COUNT])
+        """Map an operator over an axis; `first` is the position of q among its arguments."""
+        after_rows = first + len(ROWS)
+        functions = mods.functions_of(*values[after_rows : after_rows + mods.COUNT])
         operator, size = getattr(torch.ops.cupy_flash, name), info.batch_size
         return mapped(operator, self.kind, size, axes, names, values, functions, wrt)
 

@@ -18,7 +18,7 @@ from cupy_flash.arrays.torch_arrays import (
     version_of,
 )
 from cupy_flash.differentiable import DifferentiableCall
-from cupy_flash.folding import can_fold, fold_dense, unfold_gradient
+from cupy_flash.torch.batching import mapped_results
 from cupy_flash.torch.functions import (
     Version,
     captured_versions,
@@ -122,28 +122,13 @@ class _Operation:
         self, size: int, tensors: Mapping[str, Tensor], mapped: Sequence[str]
     ) -> tuple[Tensor, ...]:
         """Return the results of many operations, the first axis of the tensors in `mapped`."""
-        call = self.call
-        functions = [mod.traced for mod in call.functions]
-        if not can_fold(call.options.kind, self.names, mapped, self.wrt, functions):
-            if not size:
-                raise ValueError(
-                    f"vmap maps an axis of length 0 of {', '.join(mapped)}; expected a sample, "
-                    "because these samples are separate calls"
-                )
-            each = [
-                self.apply(x[n] if name in mapped else x for name, x in tensors.items())
-                for n in range(size)
-            ]
-            return tuple(map(torch.stack, zip(*each, strict=True)))
-        folded, batch = fold_dense(torch, tensors, mapped, size, self.wrt)
-        results = self.apply(folded.values())
-        if not self.wrt:
-            return results
-        shapes = {n: x.shape[1:] if n in mapped else x.shape for n, x in tensors.items()}
-        return tuple(
-            unfold_gradient(name, x, shapes[name], size, batch)
-            for name, x in zip(self.wrt, results, strict=True)
+        functions = [mod.traced for mod in self.call.functions]
+        results: tuple[Tensor, ...] = mapped_results(
+            lambda given: self.apply(given.values()),
+            self.call.options.kind,
+            *(size, tensors, mapped, functions, self.wrt),
         )
+        return results
 
 
 class _Transformable(torch.autograd.Function):  # type: ignore[misc]

@@ -171,6 +171,35 @@ def test_a_mapped_operator_computes_each_element(name: str, rng: np.random.Gener
     assert_mapped(gradients, dout, out, lse, q, k, v, axes=(0,) * 6)
 
 
+def test_no_samples_are_mapped_unless_they_are_separate_calls(rng: np.random.Generator) -> None:
+    q, k, v = (x.detach() for x in rows(rng, 2, 5, keys=7))
+    none, sinks = q.expand(0, *q.shape), normal(rng, 0, HEADS)
+
+    def attention(q: Any, sinks: Any = None) -> Any:
+        others = *packed({"sinks": sinks}, q, HEADS), True, None, None, "bshd"
+        return operators.ATTENTION(q, k, v, *others)
+
+    out, lse = torch.vmap(attention)(none)
+    assert out.shape == (0, *q.shape[:-1], v.shape[-1])
+    assert lse.shape == (0, 2, HEADS, 5)
+    with pytest.raises(ValueError, match="vmap maps an axis of length 0 of q, sinks; expected a"):
+        torch.vmap(attention)(none, sinks)
+
+
+def test_a_mapped_operator_of_no_gradients(rng: np.random.Generator) -> None:
+    q, k, v = (x.detach() for x in rows(rng, 3, 2, 5, keys=7))
+    mask = MaskMod(lambda b, j: j > b)
+    others = *packed({"mask_mod": mask}, q[0], HEADS), True, None, None, "bshd"
+
+    def gradients(q: Any, k: Any, v: Any) -> Any:
+        out, lse = operators.ATTENTION(q, k, v, *others)
+        made = torch.ops.cupy_flash.attention_gradients(out, None, out, lse, [], q, k, v, *others)
+        assert made == []
+        return out
+
+    torch.vmap(gradients)(q, k, v)
+
+
 def test_operations_are_counted_as_those_of_torch(rng: np.random.Generator) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 

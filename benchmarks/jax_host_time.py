@@ -1,4 +1,4 @@
-"""Host time of compiled JAX calls: attention beside an addition and JAX's own attention.
+"""Host time of compiled JAX calls: attention, an addition, and JAX's own attention.
 
     python benchmarks/jax_host_time.py --output benchmarks/results/jax_host_time.json
 

@@ -204,7 +204,7 @@ def main(
     from cupy_flash.transformers import register
 
     register()
-    # Each layer compiles flex_attention anew. After 8 times, torch would not compile it anymore.
+    # Each layer compiles flex_attention again. After 8 times, torch would not compile it anymore.
     torch._dynamo.config.recompile_limit = 8 * len(_LAYERS)
     head = metadata(device_for_id(0).name) | {"transformers": transformers.__version__}
     for direction, key in (("forward", "hopper_digest"), ("backward", "hopper_backward_digest")):

@@ -245,11 +245,7 @@ def _call(
         for name in WITH_GRADIENT
         if modifications.get(name) is not None and not is_number_or_list(modifications[name])
     }
-    others = {
-        n: value.reread() if isinstance(value, Modification) else value
-        for n, value in modifications.items()
-        if n not in given
-    }
+    others = {n: value for n, value in modifications.items() if n not in given}
     by_name = dict(zip(_LENGTHS, lengths, strict=True))
     following = None
     if not given and all(value is None for value in others.values()):

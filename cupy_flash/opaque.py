@@ -25,7 +25,7 @@ _REASON = (
 _modules = sys.modules
 
 
-def is_traced() -> bool:
+def is_dynamo_tracing() -> bool:
     """Return whether Dynamo traces the caller."""
     # While another thread imports torch, the module has no attributes yet.
     compiler: Any = getattr(_modules.get("torch"), "compiler", None)
@@ -53,7 +53,7 @@ def opaque(function: _F) -> _F:
 
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
-        if is_traced():
+        if is_dynamo_tracing():
             return outside(function, arguments, options)
         return function(*arguments, **options)
 

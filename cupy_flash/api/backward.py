@@ -9,7 +9,7 @@ from cupy_flash.calls import dispatch_backward
 from cupy_flash.calls.arguments import GradientArguments
 from cupy_flash.calls.gpu import repeated_gradients
 from cupy_flash.calls.options import Options
-from cupy_flash.opaque import is_traced, marked, opaque
+from cupy_flash.opaque import is_dynamo_tracing, marked, opaque
 from cupy_flash.problem.tile import TileRequest, freeze_tile
 from cupy_flash.problem.values import named_dtype
 
@@ -123,7 +123,7 @@ def flash_attention_backward(
         and backend == "auto"
         and stream is None
         and not modifications
-        and not is_traced()
+        and not is_dynamo_tracing()
     ):
         result = repeated_gradients.run(
             q, k, v, out, dout, lse, causal, softmax_scale, q_offset, layout

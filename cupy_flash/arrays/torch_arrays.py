@@ -81,6 +81,19 @@ def without_history(array: Any) -> Any:
     return array if dtype is None else np.broadcast_to(np.array(np.nan, dtype), tuple(array.shape))
 
 
+def memory_of(tensor: Any) -> tuple[Any, ...] | None:
+    """Return what identifies the memory of a plain tensor; None for one that may have none.
+
+    Subclasses such as fake tensors have no address, nor have tensors inside of transforms.
+    """
+    if tensor.__class__ not in tensor_types():
+        return None
+    try:
+        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    except RuntimeError:
+        return None
+
+
 def outside_transforms(array: Any) -> AbstractContextManager[Any]:
     """Return a context without torch.func transforms, to read a tensor that belongs to none."""
     if not (is_any_tensor(array) and is_in_transform()) or _is_wrapped(array):

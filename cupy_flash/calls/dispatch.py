@@ -47,7 +47,7 @@ from cupy_flash.calls.options import INTEGER_OR_NONE, Options, plain_options, wi
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.gpu import compiler
 from cupy_flash.gpu.environment import current_device, gpu_unavailable
-from cupy_flash.opaque import is_traced, outside
+from cupy_flash.opaque import is_dynamo_tracing, outside
 from cupy_flash.planning.planner import Plan, make_plan
 from cupy_flash.problem.device import device_for_arch
 from cupy_flash.problem.gradient import ROWS
@@ -87,7 +87,7 @@ def attention(
     modifications
         Keyword arguments that modify attention: masks, and changes of scores.
     """
-    if is_traced():
+    if is_dynamo_tracing():
         return outside(attention, (arguments, options, backend, keys, modifications, stream))
     if stream is not None:
         with on_stream(stream, arguments.like):

@@ -34,7 +34,7 @@ from cupy_flash.calls.gpu.backward import GRADIENTS
 from cupy_flash.calls.host import backward as host_backward
 from cupy_flash.calls.options import Options
 from cupy_flash.mods.slopes import capturing_slopes
-from cupy_flash.opaque import is_traced, outside
+from cupy_flash.opaque import is_dynamo_tracing, outside
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.gradient import OF_MOD, ROWS
 
@@ -110,7 +110,7 @@ def gradients(
     stream: Any | None = None,
 ) -> tuple[Any, ...]:
     """Return the result of a public function that computes gradients, on `stream` if given."""
-    if is_traced():
+    if is_dynamo_tracing():
         return outside(gradients, (arguments, options, backend, modifications, stream))
     if stream is not None:
         with on_stream(stream, arguments.like):

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cupy_flash.arrays.strided import address_of, dtype_name
+from cupy_flash.arrays.strided import address_of
 from cupy_flash.arrays.torch_arrays import (
     is_any_tensor,
     is_torch_on_gpu,
     is_tracked,
-    may_be_transformed,
+    memory_of,
     outside_transforms,
-    tensor_types,
 )
 from cupy_flash.mods.captures import (
     CaptureSpec,
@@ -72,6 +71,8 @@ class Modification:
     tensors
         Captured arrays that were given as tensors of torch, by name. Calls whose arrays are all
         tensors run on torch's stream, and autograd compares the tensors' versions.
+    memory
+        Names in `tensors`, each with the memory that the tensor had when it was read.
     numbers
         Captured numbers by their names among all arrays of a call, in the form of `number_key`.
     read_alone
@@ -88,6 +89,7 @@ class Modification:
         "captures",
         "cuda",
         "function",
+        "memory",
         "numbers",
         "read_alone",
         "template",
@@ -106,6 +108,7 @@ class Modification:
     array_names: tuple[str, ...]
     arrays: tuple[Any, ...]
     tensors: Mapping[str, Any]
+    memory: tuple[tuple[str, Any], ...]
     numbers: tuple[tuple[str, bool | int | str], ...]
     read_alone: Any | None
     template: Template
@@ -160,7 +163,7 @@ class Modification:
         read = {n: self._read_capture(n, captures[n]) for n in sorted(captures)}
         specs = {name: spec for name, (_, spec) in read.items()}
         arrays = {name: value for name, (value, spec) in read.items() if spec.rank is not None}
-        parts = {
+        parts: dict[str, Any] = {
             "function": function,
             "captures": MappingProxyType({name: value for name, (value, _) in read.items()}),
             "cuda": cuda,
@@ -181,6 +184,8 @@ class Modification:
             "read_alone": None,
             "_graph": graph,
         }
+        tensors: Mapping[str, Any] = parts["tensors"]
+        parts["memory"] = tuple((name, memory_of(x)) for name, x in tensors.items())
         for name, part in parts.items():
             object.__setattr__(self, name, part)
 
@@ -349,17 +354,13 @@ class Modification:
         return _unpickled, (type(self), self._options(), *parts)
 
     def reread(self) -> Self:
-        """Return the object, or one that reads its tensors anew if one has other memory now.
+        """Return the object, or one that reads its tensors again if one has other memory now.
 
         Assigning to `tensor.data`, as `torch.nn.Module.double` does, replaces the memory.
         """
-        for name, tensor in self.tensors.items():
-            # Other classes, such as fake tensors, and tensors inside of transforms have no address.
-            if tensor.__class__ in tensor_types() and not may_be_transformed():
-                array = self.captures[name]
-                seen = address_of(array), array.shape, f"torch.{dtype_name(array)}"
-                if (tensor.data_ptr(), tuple(tensor.shape), str(tensor.dtype)) != seen:
-                    return self.with_arrays(lambda name, array: self.tensors.get(name, array))
+        for name, memory in self.memory:
+            if memory_of(self.tensors[name]) != memory:
+                return self.with_arrays(lambda name, array: self.tensors.get(name, array))
         return self
 
     def __eq__(self, other: object) -> bool:

@@ -91,7 +91,7 @@ class Template:
                 template = _by_parts[key] = object.__new__(cls)
                 template.parts, template.name = parts, name
                 handle = _handle(parts, name)
-                # A function of the same name may have been defined anew, as in a notebook.
+                # A function of the same name may have been defined again, as in a notebook.
                 is_taken = handle in _by_handle or handle in _used
                 template.handle = f"{handle} {next(_counter)}" if is_taken else handle
                 kinds: dict[str, list[str]] = {"array": [], "integer": [], "real": []}
@@ -179,7 +179,7 @@ def template_of(handle: str) -> Template:
 def keep(handle: str) -> None:
     """Keep the template of a handle until the process ends, for a graph that holds the handle.
 
-    Nothing tells when the last graph with it is dropped. Templates hold no captured arrays, and
+    PyTorch does not say when it drops a graph. Templates hold no captured arrays, and
     there is one for each function in a graph, so they stay few.
     """
     _used[handle] = template_of(handle)
@@ -203,7 +203,7 @@ def _handle(parts: Parts, name: str) -> str:
     described: tuple[Any, ...]
     reference = None if parts.function is None else reference_to(parts.function)
     if reference is not None and reference[0] is None:
-        # Nothing describes the function, so other processes must not find it by its handle.
+        # The function cannot be imported by its name, so other processes must not find it either.
         described = "function", next(_counter)
     else:
         # With CUDA source the expression names it, and the graph is that of the Python function.

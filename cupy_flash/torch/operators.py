@@ -39,7 +39,7 @@ LEADING = RESULTS.count(",") + 1
 def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Define an operator of the namespace `cupy_flash`.
 
-    `torch.library.custom_op` would wrap each call in two more functions.
+    PyTorch's `custom_op` would wrap each call in two more functions.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ def _record(
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*values)):
             below = keyset & torch._C._after_ADInplaceOrView_keyset
             if below.highestPriorityTypeId() in _BACKENDS:
-                # Nothing else observes the call. A second call of PyTorch's dispatcher would take
+                # No mode observes the call. A second call of PyTorch's dispatcher would take
                 # longer than all that `run` does besides attention.
                 with torch._C._AutoDispatchBelowAutograd():
                     return run(*values)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Iterator
 
 import pytest
+from support.in_torch.compiler import discard_compiled_graphs
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -19,8 +18,4 @@ def device(request: pytest.FixtureRequest) -> str:
 def _without_compiled_graphs() -> Iterator[None]:
     """Discard what `torch.compile` compiled for a file: its state changes errors of later files."""
     yield
-    if "torch._dynamo" in sys.modules:
-        # It imports more of torch, which warns of what torch deprecates.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            sys.modules["torch._dynamo"].reset()
+    discard_compiled_graphs()

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Iterator
 
 import pytest
+from support.in_torch.compiler import discard_compiled_graphs
 
 
 @pytest.fixture(autouse=True)
 def _without_compiled_graphs() -> Iterator[None]:
     """Discard what a test compiled: each function may be compiled a limited number of times."""
     yield
-    if "torch._dynamo" in sys.modules:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            sys.modules["torch._dynamo"].reset()
+    discard_compiled_graphs()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import sys
 import types
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -142,13 +143,31 @@ def test_a_parameter_may_get_other_memory(change: str) -> None:
     torch.testing.assert_close(gradient, expected)
 
 
-def test_a_captured_mask_may_get_other_memory() -> None:
-    q, lengths = rows(), torch.tensor([3, 5], dtype=torch.int32)
-    mask = MaskMod(lambda b, j, lengths: j < lengths[b], lengths=lengths)
-    ct.flash_attention(q, q, q, mask_mod=mask)
-    lengths.data = torch.tensor([8, 8], dtype=torch.int32)
-    found = ct.flash_attention(q, q, q, mask_mod=mask)
-    torch.testing.assert_close(found, ct.flash_attention(q, q, q))
+@pytest.mark.parametrize("kind", ["plain", "torch", "vmap", "grad", "observed"])
+def test_captures_may_get_other_memory_before_calls_of_all_kinds(kind: str) -> None:
+    q, table = torch.randn(3, 2, 8, 4, 16), torch.randn(17)
+    lengths = torch.tensor([3, 5], dtype=torch.int32)
+    mods = {
+        "score_mod": with_table(table),
+        "mask_mod": MaskMod(lambda b, j, lengths: j < lengths[b], lengths=lengths),
+    }
+
+    def run(**mods: Any) -> Any:
+        if kind == "plain":
+            return cupy_flash.flash_attention(q[0], q[0], q[0], **mods)
+        if kind == "vmap":
+            return torch.func.vmap(lambda x: ct.flash_attention(x, x, x, **mods))(q)
+        if kind == "grad":
+            square = torch.func.grad(lambda x: ct.flash_attention(x, x, x, **mods).square().sum())
+            return square(q[0])
+        observing = FlopCounterMode(display=False) if kind == "observed" else nullcontext()
+        with observing:
+            return ct.flash_attention(q[0], q[0], q[0], **mods)
+
+    for value in (torch.zeros(17), torch.zeros(17, dtype=torch.float64)):
+        run(**mods)
+        table.data, lengths.data = value, torch.tensor([8, 8], dtype=torch.int32)
+        torch.testing.assert_close(run(**mods), run())
 
 
 def test_calls_may_be_made_while_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,8 @@ def parse_modifications(
     if len(modifications) == 1 and not backward:
         [(name, value)] = modifications.items()
         if value.__class__ is MODS.get(name):
-            return _parse_single_mod(name, value)
+            mod: Any = value
+            return _parse_single_mod(name, mod.reread())
     result = _parse(modifications)
     if result is None or not backward:
         return result
@@ -145,13 +146,14 @@ def _parse(
             if value.__class__ is not MODS.get(name):
                 require_known(name)
                 require_mod(name, value)
+            mod = value.reread()
             if name == "score_mod":
-                score_mod = value
+                score_mod = mod
             else:
-                mask_mod = value
-            names += value.array_names
-            arrays += value.arrays
-            numbers += value.numbers
+                mask_mod = mod
+            names += mod.array_names
+            arrays += mod.arrays
+            numbers += mod.numbers
     has_none = score_mod is None and mask_mod is None
     mod_key = ModificationKey(
         names,

@@ -116,7 +116,7 @@ class Call:
         if stream is None:
             # Passing the device saves CuPy the look-up of the current device.
             stream = cupy_module().cuda.get_current_stream(self.device).ptr
-        # The order of launches that the queue keeps matters for memory from CuPy's pool only.
+        # A caller that gives memory takes care itself that launches with it follow one another.
         has_queue = not self.uses_torch and placed is None
         queue = shared(0, self.device, stream) if has_queue else None
         if placed is None:

@@ -162,7 +162,7 @@ class Call:
             return out, lse
         if stream is None:
             stream = cupy_module().cuda.get_current_stream(self.device).ptr
-        # Memory of the caller is not from CuPy's pool, so it needs no order of launches.
+        # A caller that gives memory takes care itself that launches with it follow one another.
         needs_order, result = self.scratch and not placed, placed and out_address
         has_queue = self.counters or needs_order
         queue = shared(self.counters, self.device, stream, result) if has_queue else None

@@ -129,6 +129,8 @@ def test_a_decoding_step_appends_and_attends(mode: str | None, paged: bool) -> N
 
 @pytest.mark.parametrize("kind", ["plain", "function"])
 def test_operators_satisfy_opcheck(kind: str) -> None:
+    from torch import library
+
     from cupy_flash.torch import operators
     from cupy_flash.torch.modifications import packed
 
@@ -138,4 +140,4 @@ def test_operators_satisfy_opcheck(kind: str) -> None:
     )
     options = {} if kind == "plain" else {"mask_mod": random_documents(2, 70, "cuda")}
     arguments = q, k, v, *packed(options, q, HEADS), True, None, None, "bshd"
-    torch.library.opcheck(operators.ATTENTION, arguments)
+    library.opcheck(operators.ATTENTION, arguments)

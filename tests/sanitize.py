@@ -358,6 +358,14 @@ def backward_calls() -> Iterator[tuple[GradientCall, str]]:
         dtype = ("float16", "bfloat16")[number % 2]
         call = random_gradient_call(rng, dtype, kind, head_dims=(head_dim,), longest=(150, 200))
         yield call, "hopper"
+    # Thread blocks fetch KV tiles.
+    rng = np.random.default_rng(0)
+    for rows in (70, 150):
+        shapes = {"q": (2, rows, 200, 64), "k": (2, 150, 200, 64)}
+        shapes |= {"v": shapes["k"], "dout": shapes["q"]}
+        arrays = {n: rng.standard_normal(x).astype(np.float16) for n, x in shapes.items()}
+        dout = arrays.pop("dout")
+        yield GradientCall(ModifiedCall("dense", "float16", arrays, {}), dout), "hopper"
 
 
 def call_backward(case: GradientCall, family: str | None) -> None:

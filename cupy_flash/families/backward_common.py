@@ -385,6 +385,16 @@ def with_packed_order(problem: Problem, schedule: Schedule, keys: int) -> Schedu
     )
 
 
+def with_counter(schedule: Schedule) -> Schedule:
+    """Return a schedule with a counter in the workspace, by which thread blocks fetch KV tiles."""
+    offset = round_up(schedule.workspace, _WORKSPACE_ALIGNMENT)
+    return dataclasses.replace(
+        schedule,
+        workspace=offset + _WORD,
+        workspace_offsets={**schedule.workspace_offsets, "counters": offset},
+    )
+
+
 @dataclass(frozen=True)
 class QuerySums:
     """Float32 accumulator of dq in the workspace, see `kernels_cu/backward/dq/accumulate.cuh`.
@@ -465,6 +475,7 @@ def config(
     *,
     last_writes: bool = False,
     may_descend: bool = False,
+    fetches_kv_tiles: bool = False,
 ) -> dict[str, int | bool]:
     """Return the members of the `Config` struct that all backward kernels read.
 
@@ -477,6 +488,8 @@ def config(
         zeroes the tiles that attend to no key.
     may_descend
         Whether thread blocks of the last section may go through query tiles in descending order.
+    fetches_kv_tiles
+        Whether thread blocks fetch KV tiles by a counter. Preprocessing then zeroes the counter.
     """
     return {
         "as_inputs": problem.gradient_spec.as_inputs,
@@ -485,6 +498,7 @@ def config(
         "packed": problem.layout.packed_q,
         "dq_Br": 0 if sums is None else sums.Br,
         "may_descend": may_descend,
+        "fetches_kv_tiles": fetches_kv_tiles,
         "may_mask_pairs": problem.score is not None and problem.score.conceals,
         "inspects": inspects(problem),
         "has_one_key_rows": _may_have_one_key(problem),

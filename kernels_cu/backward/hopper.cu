@@ -11,6 +11,7 @@
 // tiles and add dq (hopper/producer_warps.cuh). For wide heads, two CTAs may form a cluster, which
 // counts as one CTA in the dq order (hopper/cta.cuh).
 #include "backward/hopper/consumer.cuh"
+#include "backward/hopper/kv_tiles.cuh"
 #include "backward/hopper/listed_tiles.cuh"
 #include "backward/hopper/producer_warps.cuh"
 #include "backward/hopper/split_consumers.cuh"
@@ -31,11 +32,13 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
   if (coord.begin >= sequence.seqlen_k) return;
   using Cta = HopperCta<Config>;
   using BlockInfo = HopperGradientBlockInfo<Config>;
-  const BlockInfo local_info(p, coord, sequence);
+  BlockInfo local_info(p, coord, sequence);
+  typename Cta::KvRing kv_ring;
   BlockInfo* const shared_info =
       reinterpret_cast<BlockInfo*>(shared_memory + Cta::block_info_offset);
   const Cta cta(p, maps, ptx::shared_address(shared_memory),
-                BlockInfo::is_shared ? *shared_info : local_info);
+                BlockInfo::is_shared ? *shared_info : local_info, kv_ring);
+  HopperKvTiles<Config> kv_tiles = {cta, local_info, kv_ring};
   if (threadIdx.x == 0) {
     if (BlockInfo::is_shared) *shared_info = local_info;
     cta.init_barriers();
@@ -55,12 +58,19 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
     ptx::setmaxnreg_dec<Config::producer_registers>();
     if (!cta.has_steps()) return;
     const bool is_first = threadIdx.x % 32 == 0;
-    if (warp == 0 && is_first) HopperGradientLoader<Config>{cta}.load_all();
-    if (warp == 1) HopperRowStatsLoader<Config>{cta}.load_all();
+    if (warp == 0 && is_first) {
+      HopperGradientLoader<Config> loader{cta};
+      kv_tiles.fetch_each([&] { loader.load_all(); });
+    }
+    if (warp == 1) {
+      HopperRowStatsLoader<Config> loader{cta};
+      kv_tiles.template for_each<true>([&] { loader.load_all(); });
+    }
     if constexpr (Config::wants_q) {
       if (warp >= 2 && is_first) {
         if constexpr (Cta::buffers_dq) {
-          HopperGradientAdder<Config>{cta, warp - 2}.run();
+          HopperGradientAdder<Config> adder{cta, warp - 2};
+          kv_tiles.template for_each<false>([&] { adder.run(); });
         } else {
           HopperSemaphoreWarp<Config>{cta, warp - 2}.run();
         }
@@ -70,11 +80,14 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
     ptx::setmaxnreg_inc<Config::consumer_registers>();
     if constexpr (!Config::wide) {
       if constexpr (Cta::dq_columns(0) == Cta::dq_columns(1)) {
-        HopperGradientConsumer<Config, Cta::dq_columns(0)>(cta, warp / 4 - 1).run();
+        HopperGradientConsumer<Config, Cta::dq_columns(0)> consumer(cta, warp / 4 - 1);
+        kv_tiles.template for_each<true>([&] { consumer.run(); });
       } else if (warp / 4 == 1) {
-        HopperGradientConsumer<Config, Cta::dq_columns(0)>(cta, 0).run();
+        HopperGradientConsumer<Config, Cta::dq_columns(0)> consumer(cta, 0);
+        kv_tiles.template for_each<true>([&] { consumer.run(); });
       } else {
-        HopperGradientConsumer<Config, Cta::dq_columns(1)>(cta, 1).run();
+        HopperGradientConsumer<Config, Cta::dq_columns(1)> consumer(cta, 1);
+        kv_tiles.template for_each<true>([&] { consumer.run(); });
       }
     } else if (warp / 4 == 1) {
       HopperValueConsumer<Config>(cta, 0).run();

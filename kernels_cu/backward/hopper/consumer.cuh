@@ -43,6 +43,8 @@ struct HopperGradientConsumer : HopperGradientProducts<Config, DqColumns> {
   // exponentials overlap its product.
   static constexpr bool keeps_keys = dim <= 64 && dim_v <= 64;
   static constexpr bool ahead = keeps_keys;
+  // Whether the second part of a query tile is skipped if it has no queries.
+  static constexpr bool skips_parts = Cta::fetches_kv_tiles && parts == 2;
 
   int earlier_sums_phase = 0;
   float dk_sums[dim / 2];
@@ -66,6 +68,10 @@ struct HopperGradientConsumer : HopperGradientProducts<Config, DqColumns> {
     if constexpr (wants_v) Base::write_dv(dv_sums);
     if constexpr (wants_q) Cta::sync_consumers();
     if constexpr (wants_k) Base::write_dk(dk_sums);
+    if constexpr (Cta::fetches_kv_tiles) {
+      ptx::fence_proxy_async();
+      arrive_warp(cta.kv_empty());
+    }
   }
 
  private:
@@ -88,9 +94,9 @@ struct HopperGradientConsumer : HopperGradientProducts<Config, DqColumns> {
 
   __device__ void process_tiles() {
     Step step = cta.first_step();
-    ptx::mbarrier_wait(cta.keys_full(), 0);
+    ptx::mbarrier_wait(cta.keys_full(), cta.kv_ring.phase);
     ptx::mbarrier_wait(cta.q_full(q_ring.index), q_ring.phase);
-    if (wants_ds) ptx::mbarrier_wait(cta.values_full(), 0);
+    if (wants_ds) ptx::mbarrier_wait(cta.values_full(), cta.kv_ring.phase);
     Base::clean_keys();
     if constexpr (keeps_keys) {
       Base::template keep<typename Base::KeyTile>(keys, cta.keys_address());
@@ -116,34 +122,42 @@ struct HopperGradientConsumer : HopperGradientProducts<Config, DqColumns> {
     process_parts<0, Last>(step, is_masked);
   }
 
+  // Processes the parts of a tile from `Part` on. If the last tile has no queries in its second part,
+  // this part is skipped. Its rows of dS are then not written, and nothing reads its rows of dq.
   template <int Part, bool Last>
   __device__ void process_parts(const Step& step, bool is_masked) {
-    process_part<Part, Last>(step, is_masked);
-    if constexpr (Part + 1 < parts) process_parts<Part + 1, Last>(step, is_masked);
+    constexpr bool is_last = Part == parts - 1;
+    if constexpr (skips_parts && Last && !is_last) {
+      if (step.tile * Base::Br + columns >= cta.sequence.seqlen_q) {
+        process_part<true, Last>(Part, step, is_masked);
+        return;
+      }
+    }
+    process_part<is_last, Last>(Part, step, is_masked);
+    if constexpr (!is_last) process_parts<Part + 1, Last>(step, is_masked);
   }
 
-  template <int Part, bool Last>
-  __device__ void process_part(const Step& step, bool is_masked) {
-    constexpr bool ends_tile = Part == parts - 1;
+  template <bool ends_tile, bool Last>
+  __device__ void process_part(int part, const Step& step, bool is_masked) {
     constexpr bool has_next = !ends_tile || !Last;
     constexpr bool computes_dq = wants_q && ends_tile;
     // Accumulators are declared where their product is issued: before that they take no registers.
     LeftOperand left_p, left_ds;
     Scores next;
-    if constexpr (has_next && ahead) start_next<ends_tile>(next, Part + 1);
-    softmax_backward<Part>(step, is_masked);
+    if constexpr (has_next && ahead) start_next<ends_tile>(next, part + 1);
+    softmax_backward(part, step, is_masked);
     Base::narrow(left_p, scores);
-    if constexpr (wants_v) Base::start_dv(dv_sums, left_p, Part);
+    if constexpr (wants_v) Base::start_dv(dv_sums, left_p, part);
     Base::part_bias.release(cta);
     if constexpr (wants_ds) {
       if constexpr (!single_pass) {
         Base::template wait<wants_v>(gradients);
         Base::compute_ds(gradients, scores, is_masked);
-        Base::zero_one_key_ds(gradients, scores, step, Part, is_masked);
+        Base::zero_one_key_ds(gradients, scores, step, part, is_masked);
       }
       Base::narrow(left_ds, gradients);
     }
-    if constexpr (wants_q) Base::write_ds(left_ds, Part);
+    if constexpr (wants_q) Base::write_ds(left_ds, part);
 
     DqPart dq_part;
     if constexpr (computes_dq) {
@@ -152,7 +166,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config, DqColumns> {
       Base::template start_dq<0>(dq_part);
       Base::ds_ring.advance();
     }
-    if constexpr (wants_k) Base::start_dk(dk_sums, left_ds, Part);
+    if constexpr (wants_k) Base::start_dk(dk_sums, left_ds, part);
     Base::template wait<int(computes_dq) + int(wants_k)>(dv_sums);
     const int stage = q_ring.index;
     if constexpr (ends_tile) {
@@ -175,9 +189,9 @@ struct HopperGradientConsumer : HopperGradientProducts<Config, DqColumns> {
     }
     if constexpr (has_next && !ahead) {
       if constexpr (ends_tile) ptx::mbarrier_wait(cta.q_full(q_ring.index), q_ring.phase);
-      Base::start_scores(next, keys, q_ring.index, ends_tile ? 0 : Part + 1);
+      Base::start_scores(next, keys, q_ring.index, ends_tile ? 0 : part + 1);
     }
-    if constexpr (has_next) load_stats(ends_tile ? 0 : Part + 1);
+    if constexpr (has_next) load_stats(ends_tile ? 0 : part + 1);
     Base::template wait<has_next && !ahead>(dk_sums);
     if constexpr (ends_tile) arrive_warp(cta.q_empty(stage));
     if constexpr (has_next) wait_scores(next);
@@ -208,25 +222,24 @@ struct HopperGradientConsumer : HopperGradientProducts<Config, DqColumns> {
   }
 
   // Converts S to P. If `single_pass`, also converts dP to dS; otherwise leaves dP in flight.
-  template <int Part>
-  __device__ void softmax_backward(const Step& step, bool is_masked) {
+  __device__ void softmax_backward(int part, const Step& step, bool is_masked) {
     constexpr int rows = columns / 4;
-    const unsigned visible_pairs = is_masked ? Base::load_visible_pairs(Part) : ~0u;
+    const unsigned visible_pairs = is_masked ? Base::load_visible_pairs(part) : ~0u;
     Base::part_bias.wait(cta);
     if constexpr (single_pass) {
-      Base::start_dp(gradients, values, Part, [](int) {});
+      Base::start_dp(gradients, values, part, [](int) {});
       Base::template wait<0>(gradients);
-      Base::compute_p_and_ds(scores, gradients, lse_log2, step, Part, is_masked, visible_pairs);
+      Base::compute_p_and_ds(scores, gradients, lse_log2, step, part, is_masked, visible_pairs);
     } else if constexpr (wants_ds && Base::masks_p) {
       // Masked and unmasked tiles run the same code. It computes all P; masked P are then set to 0.
-      Base::start_dp(gradients, values, Part, [&](int i) {
-        Base::template compute_p<false>(scores, lse_log2, step, Part, i * rows / Base::k_steps_v,
+      Base::start_dp(gradients, values, part, [&](int i) {
+        Base::template compute_p<false>(scores, lse_log2, step, part, i * rows / Base::k_steps_v,
                                         (i + 1) * rows / Base::k_steps_v);
       });
-      if (is_masked) Base::mask_p(scores, step, Part, visible_pairs);
+      if (is_masked) Base::mask_p(scores, step, part, visible_pairs);
     } else {
-      if constexpr (wants_ds) Base::start_dp(gradients, values, Part, [](int) {});
-      Base::compute_all_p(scores, lse_log2, step, Part, is_masked, visible_pairs);
+      if constexpr (wants_ds) Base::start_dp(gradients, values, part, [](int) {});
+      Base::compute_all_p(scores, lse_log2, step, part, is_masked, visible_pairs);
     }
     Base::sum_p(scores);
   }

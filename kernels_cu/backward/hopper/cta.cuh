@@ -228,9 +228,16 @@ struct HopperGradientCta {
   // Shared memory: k, the peer's k, v, the rings of q and dout, dS, the peer's dS, the dq sums, P
   // (for wide heads), the peer's scores, the ring of the bias, row statistics, visible pairs,
   // steps, barriers and `HopperGradientBlockInfo`.
+  // A CTA that fetches KV tiles (kv_tiles.cuh) has two stages of k and v.
+  static constexpr bool fetches_kv_tiles = Config::fetches_kv_tiles;
+  static_assert(!fetches_kv_tiles || (!wide && wants_q && !Config::has_seqlens && !inspects),
+                "adders and the row statistics warp are counted, and every KV tile has steps");
+  static constexpr int kv_stages = fetches_kv_tiles ? 2 : 1;
+  static constexpr int kv_stage_bytes = KeyTile::bytes + ValueTile::bytes;
   static constexpr int peer_keys_offset = KeyTile::bytes;
   static constexpr int value_offset = peer_keys_offset + (exchanges_ds ? PeerKeyTile::bytes : 0);
-  static constexpr int query_offset = value_offset + ValueTile::bytes;
+  static constexpr int query_offset =
+      value_offset + ValueTile::bytes + (kv_stages - 1) * kv_stage_bytes;
   static constexpr int dout_offset = query_offset + Config::q_stages * QueryTile::bytes;
   static constexpr int ds_offset = dout_offset + Config::dout_stages * DoutTile::bytes;
   static constexpr int ds_stages = wide && !exchanges_ds ? Config::exchange_stages : 2;
@@ -268,8 +275,16 @@ struct HopperGradientCta {
   static constexpr int first_scores_barrier =
       ring_barriers + other_barriers + (inspects ? arrived_barriers : 0);
   static constexpr int first_bias_barrier = first_scores_barrier + 2 * peer_scores_warps;
-  static constexpr int barriers = first_bias_barrier + 2 * Config::bias_stages;
-  static constexpr int block_info_offset = barrier_offset + barriers * 8, block_info_bytes = 112;
+  static constexpr int first_kv_barrier = first_bias_barrier + 2 * Config::bias_stages;
+  static constexpr int fetched_stages = 2;
+  static constexpr int kv_barriers = fetches_kv_tiles ? 3 * kv_stages + 2 * fetched_stages : 0;
+  // The coordinates of fetched KV tiles follow the barriers.
+  static constexpr int fetched_offset = barrier_offset + (first_kv_barrier + kv_barriers) * 8;
+  static constexpr int fetched_bytes =
+      fetches_kv_tiles ? fetched_stages * int(sizeof(GradientTileCoord)) : 0;
+  static constexpr int barriers = first_kv_barrier + kv_barriers;
+  static constexpr int block_info_offset = barrier_offset + barriers * 8 + fetched_bytes;
+  static constexpr int block_info_bytes = 112;
   static_assert(sizeof(HopperGradientBlockInfo<Config>) <= block_info_bytes,
                 "fits in block_info_bytes");
   static_assert(block_info_offset + block_info_bytes == Config::shared_memory,
@@ -285,16 +300,20 @@ struct HopperGradientCta {
   const Sequence& sequence;
   const Mask<Config>& mask;
   const typename HopperGradientBlockInfo<Config>::Order& order;
+  using KvRing = PipelineState<kv_stages>;
+  const KvRing& kv_ring;
 
   __device__ HopperGradientCta(const GradientParams& p, const GradientMaps& maps, unsigned shared,
-                               const HopperGradientBlockInfo<Config>& block_info)
+                               const HopperGradientBlockInfo<Config>& block_info,
+                               const KvRing& kv_ring)
       : p(p),
         maps(maps),
         shared(shared),
         coord(block_info.coord),
         sequence(block_info.sequence),
         mask(block_info.mask),
-        order(block_info.order) {}
+        order(block_info.order),
+        kv_ring(kv_ring) {}
 
   // ---- Sequence of query tiles: for each query head of the group, from the first to the last.
 
@@ -384,14 +403,14 @@ struct HopperGradientCta {
 
   // ---- Shared memory.
 
-  __device__ unsigned keys_address() const { return shared; }
+  __device__ unsigned keys_address() const { return shared + kv_stage_offset(); }
   // Return the addresses of the keys that are multiplied with dS: in a pair, the CTA's columns of
   // its own keys, and of its peer's keys.
   __device__ unsigned dq_keys_address() const {
-    return exchanges_ds ? shared + rank() * PeerKeyTile::bytes : shared;
+    return exchanges_ds ? shared + rank() * PeerKeyTile::bytes : keys_address();
   }
   __device__ unsigned peer_keys_address() const { return shared + peer_keys_offset; }
-  __device__ unsigned values_address() const { return shared + value_offset; }
+  __device__ unsigned values_address() const { return shared + value_offset + kv_stage_offset(); }
   __device__ unsigned queries_address(int stage) const {
     return shared + query_offset + stage * QueryTile::bytes;
   }
@@ -443,9 +462,24 @@ struct HopperGradientCta {
   __device__ unsigned q_empty(int stage) const { return q_full(Config::q_stages + stage); }
   __device__ unsigned dout_full(int stage) const { return q_full(2 * Config::q_stages + stage); }
   __device__ unsigned dout_empty(int stage) const { return dout_full(Config::dout_stages + stage); }
-  __device__ unsigned keys_full() const { return barrier(ring_barriers); }
+  __device__ unsigned keys_full() const {
+    return fetches_kv_tiles ? kv_barrier(0) : barrier(ring_barriers);
+  }
   __device__ unsigned keys_arrived() const { return barrier(ring_barriers + 1); }
-  __device__ unsigned values_full() const { return barrier(ring_barriers + 2); }
+  __device__ unsigned values_full() const {
+    return fetches_kv_tiles ? kv_barrier(1) : barrier(ring_barriers + 2);
+  }
+  // Barrier of the stage of k and v, with `fetches_kv_tiles`.
+  __device__ unsigned kv_empty() const { return kv_barrier(2); }
+  // Barriers and place of the coordinates of a fetched KV tile.
+  __device__ unsigned fetched_full(int stage) const {
+    return barrier(first_kv_barrier + 3 * kv_stages + stage);
+  }
+  __device__ unsigned fetched_empty(int stage) const { return fetched_full(fetched_stages + stage); }
+  __device__ static GradientTileCoord* fetched(int stage) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    return reinterpret_cast<GradientTileCoord*>(shared_memory + fetched_offset) + stage;
+  }
   // Barriers of the dq buffers, with `buffers_dq`. Each consumer has one buffer. Two lanes
   // (`HopperGradientAdder`) add it to memory in alternate steps, and each lane waits at a
   // `sums_full` barrier of its own.
@@ -496,9 +530,22 @@ struct HopperGradientCta {
       ptx::mbarrier_init(dout_empty(stage), warps);
       if (inspects) ptx::mbarrier_init(dout_arrived(stage), 1);
     }
-    ptx::mbarrier_init(keys_full(), kv_tiles);
-    ptx::mbarrier_init(keys_arrived(), 1);
-    ptx::mbarrier_init(values_full(), 1);
+    if constexpr (fetches_kv_tiles) {
+      for (KvRing ring; ring.phase == 0; ring.advance()) {
+        ptx::mbarrier_init(barrier(first_kv_barrier + 3 * ring.index), 1);
+        ptx::mbarrier_init(barrier(first_kv_barrier + 3 * ring.index + 1), 1);
+        ptx::mbarrier_init(barrier(first_kv_barrier + 3 * ring.index + 2), warps);
+      }
+      for (int stage = 0; stage < fetched_stages; ++stage) {
+        ptx::mbarrier_init(fetched_full(stage), 1);
+        // The warps of the consumers, the row statistics warp, and two adder lanes arrive.
+        ptx::mbarrier_init(fetched_empty(stage), warps + 3);
+      }
+    } else {
+      ptx::mbarrier_init(keys_full(), kv_tiles);
+      ptx::mbarrier_init(keys_arrived(), 1);
+      ptx::mbarrier_init(values_full(), 1);
+    }
     if (wide) {
       for (int stage = 0; stage < ds_stages; ++stage) {
         ptx::mbarrier_init(p_full(stage), 4);
@@ -538,6 +585,12 @@ struct HopperGradientCta {
   __device__ static void sync_consumer(int consumer) { NamedBarrier<128>{2 + consumer}.sync(); }
 
  private:
+  __device__ int kv_stage_offset() const {
+    return kv_stages > 1 ? kv_ring.index * kv_stage_bytes : 0;
+  }
+  __device__ unsigned kv_barrier(int index) const {
+    return barrier(first_kv_barrier + 3 * kv_ring.index + index);
+  }
   __device__ bool sees_no_key(int row) const {
     return mask.visible_begin(row) >= mask.visible_end(row);
   }

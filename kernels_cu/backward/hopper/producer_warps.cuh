@@ -25,6 +25,9 @@ struct HopperGradientLoader {
 
   __device__ void load_all() {
     const Sequence& sequence = cta.sequence;
+    if constexpr (Cta::fetches_kv_tiles) {
+      ptx::mbarrier_wait(cta.kv_empty(), cta.kv_ring.phase ^ 1);
+    }
     load<typename Cta::KeyTile>(cta.keys_address(), &cta.maps.k, sequence.k_first + cta.coord.begin,
                                 cta.coord.head, sequence.k_batch,
                                 cta.inspects_keys() ? cta.keys_arrived() : cta.keys_full());
@@ -236,9 +239,9 @@ struct HopperGradientAdder {
   const Cta& cta;
   const int lane_index;
   int phase = 0;
+  int index = 0;
 
   __device__ void run() {
-    int index = 0;
     for (Step step = cta.first_step();; step = cta.next_step(step)) {
       if (index == lane_index) add(step);
       index ^= 1;

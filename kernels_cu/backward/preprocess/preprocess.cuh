@@ -34,6 +34,9 @@ struct Preprocess {
         static_cast<int*>(p.kv_sums)[i] = 0;
       }
     }
+    if constexpr (Config::fetches_kv_tiles) {
+      if (blockIdx.x == 0 && threadIdx.x == 0) *p.counters = 0;
+    }
     if constexpr (Config::orders_sequences) PackedOrder<Config>::write(p);
     UnwrittenRows<Config>::clear(p);
     const int64 rows =

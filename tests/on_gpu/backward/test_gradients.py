@@ -286,3 +286,33 @@ def test_many_thread_blocks_of_mma_give_the_same_bits(
     for _ in range(20):
         for name, gradient in call.run(cupy, family="mma").items():
             np.testing.assert_array_equal(gradient.view(np.uint8), found[name].view(np.uint8))
+
+
+@pytest.mark.parametrize("grad_dtype", [None, "float32"])
+@pytest.mark.parametrize("head_dims", [(64, 64), (40, 64), (64, 24)], ids=str)
+@pytest.mark.parametrize(
+    ("batch", "heads", "keys"), [(8, (50, 50), (129, 256)), (4, (20, 10), (1290, 1400))], ids=str
+)
+def test_thread_blocks_process_many_kv_tiles_of_few_queries(
+    rng: np.random.Generator,
+    batch: int,
+    heads: tuple[int, int],
+    keys: tuple[int, int],
+    head_dims: tuple[int, int],
+    grad_dtype: str | None,
+) -> None:
+    """There are one to three query tiles, of which the last one is partial or half empty."""
+    dim, dim_v = head_dims
+    seqlen_k = int(rng.integers(*keys))
+    for rows in (*(int(x) for x in rng.integers(1, 320, 3)), 64, 192):
+        shapes = {"q": (batch, rows, heads[0], dim), "k": (batch, seqlen_k, heads[1], dim)}
+        shapes |= {"v": (*shapes["k"][:3], dim_v), "dout": (*shapes["q"][:3], dim_v)}
+        arrays = {n: rng.standard_normal(x).astype(DTYPES["bfloat16"]) for n, x in shapes.items()}
+        dout = arrays.pop("dout")
+        modified = ModifiedCall("dense", "bfloat16", arrays, {})
+        call = GradientCall(modified, dout, grad_dtype=grad_dtype)
+        found = call.run(cupy)
+        check_gradients(call, found)
+        for _ in range(5):
+            for name, gradient in call.run(cupy).items():
+                np.testing.assert_array_equal(gradient.view(np.uint8), found[name].view(np.uint8))

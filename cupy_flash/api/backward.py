@@ -91,7 +91,7 @@ def flash_attention_backward(
     ValueError
         If shapes do not match, or a value is wrong.
     UnsupportedError
-        If no kernel supports the problem.
+        If no kernel supports the problem, or `stream` is given, and no GPU can be used.
     CompileError
         If a kernel does not compile.
 

@@ -63,6 +63,8 @@ def combine(
         If an argument has a wrong array type or dtype.
     ValueError
         If shapes do not match, or `out` cannot be written to.
+    UnsupportedError
+        If `stream` is given, and no GPU can be used.
     CompileError
         If the kernel does not compile.
 

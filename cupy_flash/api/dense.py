@@ -110,7 +110,8 @@ def flash_attention(
         If shapes do not match, a value is wrong, or the family or tile does not fit.
     UnsupportedError
         If q is float8 and the GPU is not sm_90, there are no keys, head_dim exceeds 256, rows of q
-        or k are not 16-byte aligned, or there are modifications.
+        or k are not 16-byte aligned, or there are modifications. Also if `stream` is given, and no
+        GPU can be used.
     CompileError
         If a kernel does not compile.
 

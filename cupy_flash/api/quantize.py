@@ -9,7 +9,9 @@ from cupy_flash.opaque import opaque
 
 
 @opaque
-def quantize_kv(x: Any, dtype: Any, per: str = "head") -> tuple[Any, Any]:
+def quantize_kv(
+    x: Any, dtype: Any, per: str = "head", *, stream: Any | None = None
+) -> tuple[Any, Any]:
     """Quantize keys or values to 8 bits for a KV cache, and compute their scales.
 
     A stored number times its scale is the key or value. Pass both results to
@@ -27,6 +29,8 @@ def quantize_kv(x: Any, dtype: Any, per: str = "head") -> tuple[Any, Any]:
     per : {"head", "row", "page", "tensor"}
         Numbers that have one scale in common: those of a head, of a row and head, of a page (or
         cache) and head, or all of x. Packed rows do not support "page".
+    stream : stream, optional
+        Stream to run on instead of the current one, see `flash_attention`.
 
     Returns
     -------
@@ -44,6 +48,8 @@ def quantize_kv(x: Any, dtype: Any, per: str = "head") -> tuple[Any, Any]:
         If x has a wrong array type or dtype, or `dtype` is not supported.
     ValueError
         If the shape of x or the value of `per` is not supported.
+    UnsupportedError
+        If `stream` is given, and no GPU can be used.
 
     Notes
     -----
@@ -62,4 +68,4 @@ def quantize_kv(x: Any, dtype: Any, per: str = "head") -> tuple[Any, Any]:
     (array([[  76, -127],
            [  25,    0]], dtype=int8), array([2.], dtype=float32))
     """
-    return quantize.quantize(x, dtype, per)
+    return quantize.quantize(x, dtype, per, stream)

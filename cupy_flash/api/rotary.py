@@ -11,7 +11,13 @@ from cupy_flash.opaque import opaque
 
 @opaque
 def apply_rotary(
-    x: Any, cos: Any, sin: Any, positions: Any | None = None, interleaved: bool = False
+    x: Any,
+    cos: Any,
+    sin: Any,
+    positions: Any | None = None,
+    interleaved: bool = False,
+    *,
+    stream: Any | None = None,
 ) -> Any:
     """Rotate queries or keys by the angles of their positions (rotary position embedding).
 
@@ -36,6 +42,8 @@ def apply_rotary(
         Whether columns 2i and 2i + 1 form a pair; otherwise columns i and i + rotary_dim / 2 do, as
         in most models. `flash_attention_with_kvcache` has the same argument as `rotary_interleaved`
         with the default True.
+    stream : stream, optional
+        Stream to run on instead of the current one, see `flash_attention`.
 
     Returns
     -------
@@ -49,6 +57,8 @@ def apply_rotary(
     ValueError
         If shapes do not match, or a position in host memory is not a row of cos and sin. A
         position on a GPU is not checked, and uses the nearest row.
+    UnsupportedError
+        If `stream` is given, and no GPU can be used.
 
     Notes
     -----
@@ -67,18 +77,24 @@ def apply_rotary(
            [-1.,  1.],
            [-1., -1.]], dtype=float32)
     """
-    return rotary.rotate(x, cos, sin, positions, interleaved)
+    return rotary.rotate(x, cos, sin, positions, interleaved, stream)
 
 
 @opaque
 def apply_rotary_vjp(
-    x: Any, cos: Any, sin: Any, positions: Any | None = None, interleaved: bool = False
+    x: Any,
+    cos: Any,
+    sin: Any,
+    positions: Any | None = None,
+    interleaved: bool = False,
+    *,
+    stream: Any | None = None,
 ) -> tuple[Any, Callable[[Any], Any]]:
     """Return the result of `apply_rotary` and a pullback function for its gradient.
 
     Parameters
     ----------
-    x, cos, sin, positions, interleaved
+    x, cos, sin, positions, interleaved, stream
         See `apply_rotary`. cos and sin have no gradients.
 
     Returns
@@ -92,11 +108,11 @@ def apply_rotary_vjp(
 
     Raises
     ------
-    TypeError, ValueError
+    TypeError, ValueError, UnsupportedError
         See `apply_rotary`.
     """
 
     def pullback(dout: Any) -> Any:
-        return rotary.pull_back(dout, x, cos, sin, positions, interleaved)
+        return rotary.pull_back(dout, x, cos, sin, positions, interleaved, stream)
 
-    return rotary.rotate(x, cos, sin, positions, interleaved), pullback
+    return rotary.rotate(x, cos, sin, positions, interleaved, stream), pullback

@@ -19,6 +19,8 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    stream: Any | None = None,
 ) -> Any:
     """Compute attention as ``torch.nn.functional.scaled_dot_product_attention`` does.
 
@@ -51,6 +53,8 @@ def scaled_dot_product_attention(
     enable_gqa : bool
         Whether heads may be a multiple of heads_kv; query head h then uses KV head
         h // (heads // heads_kv). Otherwise heads and heads_kv must be equal.
+    stream : stream, optional
+        Stream to run on instead of the current one, see `flash_attention`.
 
     Returns
     -------
@@ -76,7 +80,7 @@ def scaled_dot_product_attention(
     >>> scaled_dot_product_attention(query, query, query, is_causal=True).shape
     (1, 2, 4, 8)
     """
-    arrays, options, finish = scaled_dot_product.prepared(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    return scaled_dot_product.run(
+        *(flash_attention, query, key, value, attn_mask),
+        *(dropout_p, is_causal, scale, enable_gqa, stream),
     )
-    return finish(flash_attention(*arrays, **options))

@@ -75,7 +75,7 @@ def interface_converter(array: Any) -> Callable[[Any], Any]:
 
     Numba and PyCUDA can adopt memory. For arrays of other libraries the result stays a CuPy array,
     which these libraries can read by the same protocol. The stream of the array, by default the
-    legacy default stream, waits for the result.
+    legacy default stream, waits for the result. Arrays of Numba name CuPy's current stream.
     """
     stream = array.__cuda_array_interface__.get("stream") or _DEFAULT_STREAM
     adopt = _ADOPTIONS.get(type(array).__module__.partition(".")[0])
@@ -94,7 +94,8 @@ def interface_converter(array: Any) -> Callable[[Any], Any]:
 def _to_numba(result: Any) -> Any:
     from numba import cuda
 
-    # Without `sync=False`, Numba would wait for the stream on the host.
+    # The new array names the stream that CuPy's interface names: the current one, which is that of
+    # the call. Without `sync=False`, Numba would wait for this stream on the host.
     return cuda.as_cuda_array(result, sync=False)
 
 

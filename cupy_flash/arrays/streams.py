@@ -9,19 +9,21 @@ from typing import Any
 
 from cupy_flash.arrays.strided import kind_of
 from cupy_flash.arrays.torch_arrays import external_stream, is_any_tensor
+from cupy_flash.errors import UnsupportedError
 
 # Handles of the null stream, which are 0 in most libraries, and 1 in CUDA's runtime.
 _NULL = (0, 1)
 
 
 @contextlib.contextmanager
-def on_stream(stream: Any, like: Any) -> Iterator[None]:
+def on_stream(stream: Any | None, like: Any) -> Iterator[None]:
     """Make a stream current in CuPy and, if `like` is a tensor on a GPU, in torch as well.
 
     Parameters
     ----------
     stream
-        Stream of CuPy, PyTorch, Numba or PyCUDA, or an object with ``__cuda_stream__``.
+        Stream of CuPy, PyTorch, Numba or PyCUDA, or an object with ``__cuda_stream__``. None leaves
+        the current stream.
     like
         Array of the call.
 
@@ -29,20 +31,38 @@ def on_stream(stream: Any, like: Any) -> Iterator[None]:
     ------
     TypeError
         If the argument is not a stream, or CuPy is not installed.
+    UnsupportedError
+        If no GPU can be used.
     """
+    if stream is None:
+        yield
+        return
     handle = handle_of(stream)
+    ours = _in_cupy(handle)
+    with _in_torch(handle, like), ours:
+        yield
+
+
+def _in_cupy(handle: int) -> AbstractContextManager[Any]:
+    """Return a context in which a stream of the current device is CuPy's."""
     try:
         import cupy
     except ImportError as error:
         raise TypeError(
             "stream is given, but CuPy, which runs calls on a GPU, is not installed"
         ) from error
+    runtime = cupy.cuda.runtime
+    try:
+        device = runtime.getDevice()
+    except runtime.CUDARuntimeError as error:
+        # The text of this error is misleading: without a driver, it is about the driver's version.
+        raise UnsupportedError(
+            "stream is given, but no GPU can be used; 'cupy-flash info' tells why"
+        ) from error
     if handle in _NULL:
-        ours = cupy.cuda.Stream.null
-    else:
-        ours = external_stream(handle, cupy.cuda.runtime.getDevice())
-    with _in_torch(handle, like), ours:
-        yield
+        null: AbstractContextManager[Any] = cupy.cuda.Stream.null
+        return null
+    return external_stream(handle, device)
 
 
 def handle_of(stream: Any) -> int:

@@ -10,6 +10,7 @@ from cupy_flash.arrays.float8 import float8_codes
 from cupy_flash.arrays.kinds import read, result_converter
 from cupy_flash.arrays.numpy_errors import ignore_fp_errors
 from cupy_flash.arrays.quantized import quantized, scales_of_rows
+from cupy_flash.arrays.streams import on_stream
 from cupy_flash.arrays.strided import array_module, require_float
 from cupy_flash.problem.arrays import FLOAT8, LARGEST_QUANTIZED
 from cupy_flash.problem.values import named_dtype
@@ -23,24 +24,25 @@ _SHARED: dict[str, dict[int, tuple[int, ...]]] = {
 }
 
 
-def quantize(x: Any, dtype: Any, per: str) -> tuple[Any, Any]:
+def quantize(x: Any, dtype: Any, per: str, stream: Any | None) -> tuple[Any, Any]:
     """Return what `cupy_flash.quantize_kv` returns."""
-    rows, convert = read("x", x), result_converter("x", x)
-    require_float("x", rows)
-    name = named_dtype(dtype)
-    if name not in LARGEST_QUANTIZED:
-        raise TypeError(f"dtype is {dtype!r}; expected one of {', '.join(LARGEST_QUANTIZED)}")
-    if per not in _SHARED:
-        raise ValueError(f"per is {per!r}; expected one of {', '.join(_SHARED)}")
-    axes = _SHARED[per].get(rows.ndim)
-    if axes is None or not rows.shape[-1]:
-        packed = "" if per == "page" else " or (total, heads_kv, head_dim)"
-        raise ValueError(
-            f"x has shape {tuple(rows.shape)}; expected (pages, page_size, heads_kv, head_dim)"
-            f"{packed}, as per is {per!r}"
-        )
-    scales = _scales(rows, name, axes, keepdims=per == "page")
-    return convert(_stored(rows, scales, name)), convert(scales)
+    with on_stream(stream, x):
+        rows, convert = read("x", x), result_converter("x", x)
+        require_float("x", rows)
+        name = named_dtype(dtype)
+        if name not in LARGEST_QUANTIZED:
+            raise TypeError(f"dtype is {dtype!r}; expected one of {', '.join(LARGEST_QUANTIZED)}")
+        if per not in _SHARED:
+            raise ValueError(f"per is {per!r}; expected one of {', '.join(_SHARED)}")
+        axes = _SHARED[per].get(rows.ndim)
+        if axes is None or not rows.shape[-1]:
+            packed = "" if per == "page" else " or (total, heads_kv, head_dim)"
+            raise ValueError(
+                f"x has shape {tuple(rows.shape)}; expected (pages, page_size, heads_kv, head_dim)"
+                f"{packed}, as per is {per!r}"
+            )
+        scales = _scales(rows, name, axes, keepdims=per == "page")
+        return convert(_stored(rows, scales, name)), convert(scales)
 
 
 @ignore_fp_errors

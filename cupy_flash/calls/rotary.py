@@ -9,6 +9,7 @@ import numpy as np
 from cupy_flash.arrays.kinds import read
 from cupy_flash.arrays.numpy_errors import ignore_fp_errors
 from cupy_flash.arrays.rotary import rotated_at
+from cupy_flash.arrays.streams import on_stream
 from cupy_flash.arrays.strided import (
     array_module,
     as_cupy,
@@ -41,23 +42,35 @@ class Gradient(NamedTuple):
     sin: Any
 
 
-def rotate(x: Any, cos: Any, sin: Any, positions: Any, interleaved: bool) -> Any:
+def rotate(
+    x: Any, cos: Any, sin: Any, positions: Any, interleaved: bool, stream: Any | None
+) -> Any:
     """Return what `cupy_flash.apply_rotary` returns."""
-    given, convert = normalized(Tables(x, cos, sin))
-    x, cos, sin = map(as_cupy, given)
-    row_positions = _checked_positions(x, cos, sin, positions, interleaved)
-    return convert(_rotated(x, cos, sin, row_positions, interleaved))
+    with on_stream(stream, x):
+        given, convert = normalized(Tables(x, cos, sin))
+        x, cos, sin = map(as_cupy, given)
+        row_positions = _checked_positions(x, cos, sin, positions, interleaved)
+        return convert(_rotated(x, cos, sin, row_positions, interleaved))
 
 
-def pull_back(dout: Any, x: Any, cos: Any, sin: Any, positions: Any, interleaved: bool) -> Any:
+def pull_back(
+    dout: Any,
+    x: Any,
+    cos: Any,
+    sin: Any,
+    positions: Any,
+    interleaved: bool,
+    stream: Any | None,
+) -> Any:
     """Return the gradient of x, given the gradient of the rotated rows."""
-    given, convert = normalized(Gradient(dout, x, cos, sin))
-    dout, x, cos, sin = map(as_cupy, given)
-    row_positions = _checked_positions(x, cos, sin, positions, interleaved)
-    require_shape("dout", dout, tuple(x.shape), "the shape of x")
-    if dout.dtype != x.dtype:
-        raise TypeError(f"dout has dtype {dout.dtype}; expected {x.dtype}, as x has")
-    return convert(_rotated(dout, cos, sin, row_positions, interleaved, transposed=True))
+    with on_stream(stream, x):
+        given, convert = normalized(Gradient(dout, x, cos, sin))
+        dout, x, cos, sin = map(as_cupy, given)
+        row_positions = _checked_positions(x, cos, sin, positions, interleaved)
+        require_shape("dout", dout, tuple(x.shape), "the shape of x")
+        if dout.dtype != x.dtype:
+            raise TypeError(f"dout has dtype {dout.dtype}; expected {x.dtype}, as x has")
+        return convert(_rotated(dout, cos, sin, row_positions, interleaved, transposed=True))
 
 
 @ignore_fp_errors

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupy_flash.arrays.kinds import read, result_converter
+from cupy_flash.arrays.streams import on_stream
 from cupy_flash.arrays.strided import (
     array_module,
     broadcasts,
@@ -164,6 +165,29 @@ def mask_name(dtype: str, of_query: str) -> str:
 def reshaped(array: Any, shape: Shape | None) -> Any:
     """Return an array or tensor with this shape; the array itself if it has the shape already."""
     return array if array.shape == shape else array.reshape(shape)
+
+
+def run(
+    attention: Callable[..., Any],
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    stream: Any | None,
+) -> Any:
+    """Return what `cupy_flash.scaled_dot_product_attention` returns.
+
+    `attention` is `cupy_flash.flash_attention`. It is given, as this package cannot import it.
+    """
+    with on_stream(stream, query):
+        arrays, options, finish = prepared(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
+        return finish(attention(*arrays, **options))
 
 
 def prepared(

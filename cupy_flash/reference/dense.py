@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cupy_flash.arrays.kinds import read, result_converter
+from cupy_flash.arrays.streams import on_stream
 from cupy_flash.arrays.strided import array_module
 from cupy_flash.mods.keywords import with_offsets
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
@@ -65,6 +66,7 @@ def attention_reference(
     q_scale: Any | None = None,
     k_scale: Any | None = None,
     v_scale: Any | None = None,
+    stream: Any | None = None,
     **modifications: Unpack[Modifications],
 ) -> Any:
     """Compute attention in float64 by the formula ``softmax(softmax_scale * q @ k.T) @ v``.
@@ -99,6 +101,8 @@ def attention_reference(
         Whether to return the log-sum-exp of the scaled scores of each query row, too.
     q_scale, k_scale, v_scale : number or float32 array, optional
         Factors that q, k and v are multiplied by. They broadcast to (batch, 1, heads).
+    stream : stream, optional
+        Stream to run on instead of the current one, see `cupy_flash.flash_attention`.
     **modifications
         Masks and changes of scores, see `cupy_flash.Modifications`.
 
@@ -115,6 +119,8 @@ def attention_reference(
         If q, k or v is not an array, or a modification has a wrong type.
     ValueError
         If the shapes or the layout are wrong, or the shape of a modification does not fit.
+    UnsupportedError
+        If `stream` is given, and no GPU can be used.
 
     Notes
     -----
@@ -124,22 +130,23 @@ def attention_reference(
     a masked key may or may not affect it: the formula has 0 * NaN there, but whole chunks of keys
     that are masked for all of their queries are skipped.
     """
-    convert = result_converter("q", q)
-    q_offset, others = with_offsets(q_offset, modifications)
-    refuse_other_lengths(others.get, "dense")
-    q = read("q", q)
-    batch = q.shape[:-3]
-    q, k, v = as_bhsd(q, k, v, layout)
-    q, k, v = _scaled(q, k, v, (q_scale, k_scale, v_scale), np.float64)
-    out, lse = formula(
-        *(q, k, v),
-        causal=causal,
-        softmax_scale=softmax_scale,
-        q_offset=q_offset,
-        bound_mods=fitting_modifications(others, q, sizes_of(q, k), causal=causal),
-    )
-    out = convert(from_bhsd(out, layout, batch))
-    return (out, convert(lse.reshape(*batch, *lse.shape[1:]))) if return_lse else out
+    with on_stream(stream, q):
+        convert = result_converter("q", q)
+        q_offset, others = with_offsets(q_offset, modifications)
+        refuse_other_lengths(others.get, "dense")
+        q = read("q", q)
+        batch = q.shape[:-3]
+        q, k, v = as_bhsd(q, k, v, layout)
+        q, k, v = _scaled(q, k, v, (q_scale, k_scale, v_scale), np.float64)
+        out, lse = formula(
+            *(q, k, v),
+            causal=causal,
+            softmax_scale=softmax_scale,
+            q_offset=q_offset,
+            bound_mods=fitting_modifications(others, q, sizes_of(q, k), causal=causal),
+        )
+        out = convert(from_bhsd(out, layout, batch))
+        return (out, convert(lse.reshape(*batch, *lse.shape[1:]))) if return_lse else out
 
 
 def formula(

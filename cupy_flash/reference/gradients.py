@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from cupy_flash.arrays.kinds import read, result_converter
+from cupy_flash.arrays.streams import on_stream
 from cupy_flash.arrays.strided import array_module, require_shape
 from cupy_flash.mods.keywords import with_offsets
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
@@ -127,6 +128,7 @@ def attention_backward_reference(
     q_offset: Any = None,
     layout: str = "bshd",
     wrt: Iterable[str] | None = None,
+    stream: Any | None = None,
     **modifications: Unpack[Modifications],
 ) -> tuple[Any, ...]:
     """Compute the gradients of attention in float64 by the plain formula.
@@ -151,6 +153,8 @@ def attention_backward_reference(
         Names of the inputs whose gradients are returned, in this order: "q", "k", "v", "bias",
         "sinks", and "score_mod.NAME" for an array that a `ScoreMod` captures as differentiable. By
         default q, k and v, followed by every such array.
+    stream : stream, optional
+        Stream to run on instead of the current one, see `cupy_flash.flash_attention`.
     **modifications
         Masks and changes of scores, see `cupy_flash.Modifications`.
 
@@ -167,6 +171,8 @@ def attention_backward_reference(
     ValueError
         If a shape, also of a modification, or the layout is wrong, or wrt names an input that the
         call does not have or that has no gradient.
+    UnsupportedError
+        If `stream` is given, and no GPU can be used.
 
     Notes
     -----
@@ -182,17 +188,18 @@ def attention_backward_reference(
 
     Among visible pairs, NaN and inf propagate as in the formula.
     """
-    return dense_gradients(
-        *(dout, q, k, v),
-        arithmetic=EXACT,
-        dlse=dlse,
-        causal=causal,
-        softmax_scale=softmax_scale,
-        q_offset=q_offset,
-        layout=layout,
-        wrt=wrt,
-        **modifications,
-    )
+    with on_stream(stream, q):
+        return dense_gradients(
+            *(dout, q, k, v),
+            arithmetic=EXACT,
+            dlse=dlse,
+            causal=causal,
+            softmax_scale=softmax_scale,
+            q_offset=q_offset,
+            layout=layout,
+            wrt=wrt,
+            **modifications,
+        )
 
 
 def backward_naive(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from cupy_flash.arrays.kinds import read, result_converter
+from cupy_flash.arrays.streams import on_stream
 from cupy_flash.arrays.strided import array_module, dtype_name
 from cupy_flash.mods.keywords import Window, window_of
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
@@ -84,6 +85,7 @@ def attention_varlen_reference(
     block_table: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    stream: Any | None = None,
     **modifications: Unpack[PackedModifications],
 ) -> tuple[Any, Any]:
     """Compute attention on consecutively packed sequences, in float64 by the plain formula.
@@ -115,6 +117,8 @@ def attention_varlen_reference(
     k_scale, v_scale : numbers or float32 arrays, optional
         Scales of 8-bit keys and values, broadcast to (total_k, heads_kv) or (pages, page_size,
         heads_kv).
+    stream : stream, optional
+        Stream to run on instead of the current one, see `cupy_flash.flash_attention`.
     **modifications
         Masks and changes of scores, see `cupy_flash.Modifications`; without seqlens_k.
 
@@ -133,30 +137,35 @@ def attention_varlen_reference(
     empty sequence. A page outside [0, pages) reads as zeros. If sequences overlap in q, the last
     one determines the result.
     """
-    convert = result_converter("q", q)
-    q, k, v = (read(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    q = widened(q)
-    k_scale, v_scale = read_scale("k_scale", k_scale, q), read_scale("v_scale", v_scale, q)
-    xp = array_module(q)
-    out = xp.zeros((*q.shape[:2], v.shape[-1]), np.float64)
-    lse = xp.full((q.shape[1], q.shape[0]), -np.inf, np.float64)
-    bound_mods = packed_modifications(
-        modifications, q, cu_seqlens_q, max_seqlen_q, max_seqlen_k, causal=causal
-    )
-    table = integers(block_table)
-    stored = [(x[None] if table is None else x, scale) for x, scale in ((k, k_scale), (v, v_scale))]
-    for rows, keys, sequence in packed_sequences(
-        *(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
-        seqused_k=seqused_k,
-        block_table=table,
-    ):
-        places = np.arange(len(k)) if table is None else paged_rows(table[sequence.b], *k.shape[:2])
-        k_own, v_own = (_standing_for(x, scale, places[keys]) for x, scale in stored)
-        one = q[rows], k_own, v_own
-        out[rows], lse[:, rows] = _sequence_result(
-            *one, causal, softmax_scale, bound_mods, sequence
+    with on_stream(stream, q):
+        convert = result_converter("q", q)
+        q, k, v = (read(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+        q = widened(q)
+        k_scale, v_scale = read_scale("k_scale", k_scale, q), read_scale("v_scale", v_scale, q)
+        xp = array_module(q)
+        out = xp.zeros((*q.shape[:2], v.shape[-1]), np.float64)
+        lse = xp.full((q.shape[1], q.shape[0]), -np.inf, np.float64)
+        bound_mods = packed_modifications(
+            modifications, q, cu_seqlens_q, max_seqlen_q, max_seqlen_k, causal=causal
         )
-    return convert(out), convert(lse)
+        table = integers(block_table)
+        stored = [
+            (x[None] if table is None else x, scale) for x, scale in ((k, k_scale), (v, v_scale))
+        ]
+        for rows, keys, sequence in packed_sequences(
+            *(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+            seqused_k=seqused_k,
+            block_table=table,
+        ):
+            places = (
+                np.arange(len(k)) if table is None else paged_rows(table[sequence.b], *k.shape[:2])
+            )
+            k_own, v_own = (_standing_for(x, scale, places[keys]) for x, scale in stored)
+            one = q[rows], k_own, v_own
+            out[rows], lse[:, rows] = _sequence_result(
+                *one, causal, softmax_scale, bound_mods, sequence
+            )
+        return convert(out), convert(lse)
 
 
 def packed_modifications(
@@ -228,6 +237,7 @@ def attention_with_kvcache_reference(
     compute_scales: bool = False,
     causal: bool = False,
     softmax_scale: float | None = None,
+    stream: Any | None = None,
     **modifications: Unpack[CacheModifications],
 ) -> KVCacheResult:
     """Compute attention to a KV cache after appending to it, in float64 by the plain formula.
@@ -270,6 +280,8 @@ def attention_with_kvcache_reference(
         ``seqlen_k`` is the length after the append.
     softmax_scale : float, optional
         Factor on the scores, by default ``1 / sqrt(head_dim)``.
+    stream : stream, optional
+        Stream to run on instead of the current one, see `cupy_flash.flash_attention`.
     **modifications
         Masks and changes of scores, see `cupy_flash.Modifications`; without seqlens_k.
 
@@ -291,67 +303,73 @@ def attention_with_kvcache_reference(
     ``cache_batch_idx`` is out of range has no keys. A page outside [0, pages) reads as zeros, and
     rows for it are dropped. Positions outside the rotary tables use the nearest row.
     """
-    convert, block_table = result_converter("q", q), integers(block_table)
-    q, k_cache, v_cache = (
-        read(name, x) for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache))
-    )
-    q = widened(q)
-    k_scale, v_scale = read_scale("k_scale", k_scale, q), read_scale("v_scale", v_scale, q)
-    k, v, rotary_cos, rotary_sin = (
-        None if x is None else widened(read(name, x))
-        for name, x in (("k", k), ("v", v), ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin))
-    )
-    xp = array_module(q)
-    batch, seqlen_q, heads_q, _ = q.shape
-    lengths = np.broadcast_to(integers(cache_seqlens), (batch,))
-    if block_table is not None:
-        places = [paged_rows(row, *k_cache.shape[:2]) for row in block_table]
-    else:
-        caches = np.arange(batch) if cache_batch_idx is None else integers(cache_batch_idx)
-        places = cached_rows(caches, *k_cache.shape[:2])
-    before = [min(max(n, 0), len(p)) for n, p in zip(lengths.tolist(), places, strict=True)]
-    new_k, new_v = (_of_sequences(x, cu_seqlens_k_new) for x in (k, v))
-    if rotary_cos is not None:
-        starts = before if rotary_seqlens is None else integers(rotary_seqlens)
-        first = np.array(starts, np.int64)[:, None]
-        window = window_of(modifications.get("window_size") or (None, None))
-        is_local = causal or window != Window()
-        advance = np.arange(seqlen_q) if is_local else np.zeros(seqlen_q, np.int64)
-        rotate = functools.partial(
-            rotated, cos=rotary_cos, sin=rotary_sin, interleaved=rotary_interleaved
+    with on_stream(stream, q):
+        convert, block_table = result_converter("q", q), integers(block_table)
+        q, k_cache, v_cache = (
+            read(name, x) for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache))
         )
-        q = rotate(q, positions=first + advance)
-        for b, rows in enumerate(new_k):
-            positions = first[b] + np.arange(len(rows))
-            rotated_k = rotate(rows[None], positions=positions[None])
-            with np.errstate(all="ignore"):
-                new_k[b] = rotated_k[0].astype(k.dtype)
-    k_cache, v_cache = (as_bytes(x).copy().view(x.dtype) for x in (k_cache, v_cache))
-    is_quantized = dtype_name(k_cache) in LARGEST_QUANTIZED
-    k_scale, v_scale = (
-        _scales(scale, k_cache, of_rows=compute_scales) if is_quantized else None
-        for scale in (k_scale, v_scale)
-    )
-    after = before
-    if k is not None:
-        counts = [n + len(rows) for n, rows in zip(before, new_k, strict=True)]
-        after = [min(n, len(p)) for n, p in zip(counts, places, strict=True)]
-        for cache, scale, new in (k_cache, k_scale, new_k), (v_cache, v_scale, new_v):
-            for p, begin, end, rows in zip(places, before, after, new, strict=True):
-                _append(cache, scale, p[begin:end], rows[: end - begin], compute_scales)
-    out = xp.empty((batch, seqlen_q, heads_q, v_cache.shape[-1]), np.float64)
-    lse = xp.empty((batch, heads_q, seqlen_q), np.float64)
-    refuse_other_lengths(modifications.get, "kvcache")
-    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    sizes = Sizes(dtype_name(q), batch, heads_q, seqlen_q, capacity)
-    bound_mods = fitting_modifications(modifications, q, sizes, causal=causal)
-    for b in range(batch):
-        own = places[b][: after[b]]
-        one = q[b], _standing_for(k_cache, k_scale, own), _standing_for(v_cache, v_scale, own)
-        sequence = FIRST_PAIR._replace(b=b)
-        out[b], lse[b] = _sequence_result(*one, causal, softmax_scale, bound_mods, sequence)
-    scales = (None if x is None else convert(x) for x in (k_scale, v_scale))
-    return KVCacheResult(*map(convert, (out, lse, k_cache, v_cache)), *scales)
+        q = widened(q)
+        k_scale, v_scale = read_scale("k_scale", k_scale, q), read_scale("v_scale", v_scale, q)
+        k, v, rotary_cos, rotary_sin = (
+            None if x is None else widened(read(name, x))
+            for name, x in (
+                ("k", k),
+                ("v", v),
+                ("rotary_cos", rotary_cos),
+                ("rotary_sin", rotary_sin),
+            )
+        )
+        xp = array_module(q)
+        batch, seqlen_q, heads_q, _ = q.shape
+        lengths = np.broadcast_to(integers(cache_seqlens), (batch,))
+        if block_table is not None:
+            places = [paged_rows(row, *k_cache.shape[:2]) for row in block_table]
+        else:
+            caches = np.arange(batch) if cache_batch_idx is None else integers(cache_batch_idx)
+            places = cached_rows(caches, *k_cache.shape[:2])
+        before = [min(max(n, 0), len(p)) for n, p in zip(lengths.tolist(), places, strict=True)]
+        new_k, new_v = (_of_sequences(x, cu_seqlens_k_new) for x in (k, v))
+        if rotary_cos is not None:
+            starts = before if rotary_seqlens is None else integers(rotary_seqlens)
+            first = np.array(starts, np.int64)[:, None]
+            window = window_of(modifications.get("window_size") or (None, None))
+            is_local = causal or window != Window()
+            advance = np.arange(seqlen_q) if is_local else np.zeros(seqlen_q, np.int64)
+            rotate = functools.partial(
+                rotated, cos=rotary_cos, sin=rotary_sin, interleaved=rotary_interleaved
+            )
+            q = rotate(q, positions=first + advance)
+            for b, rows in enumerate(new_k):
+                positions = first[b] + np.arange(len(rows))
+                rotated_k = rotate(rows[None], positions=positions[None])
+                with np.errstate(all="ignore"):
+                    new_k[b] = rotated_k[0].astype(k.dtype)
+        k_cache, v_cache = (as_bytes(x).copy().view(x.dtype) for x in (k_cache, v_cache))
+        is_quantized = dtype_name(k_cache) in LARGEST_QUANTIZED
+        k_scale, v_scale = (
+            _scales(scale, k_cache, of_rows=compute_scales) if is_quantized else None
+            for scale in (k_scale, v_scale)
+        )
+        after = before
+        if k is not None:
+            counts = [n + len(rows) for n, rows in zip(before, new_k, strict=True)]
+            after = [min(n, len(p)) for n, p in zip(counts, places, strict=True)]
+            for cache, scale, new in (k_cache, k_scale, new_k), (v_cache, v_scale, new_v):
+                for p, begin, end, rows in zip(places, before, after, new, strict=True):
+                    _append(cache, scale, p[begin:end], rows[: end - begin], compute_scales)
+        out = xp.empty((batch, seqlen_q, heads_q, v_cache.shape[-1]), np.float64)
+        lse = xp.empty((batch, heads_q, seqlen_q), np.float64)
+        refuse_other_lengths(modifications.get, "kvcache")
+        capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+        sizes = Sizes(dtype_name(q), batch, heads_q, seqlen_q, capacity)
+        bound_mods = fitting_modifications(modifications, q, sizes, causal=causal)
+        for b in range(batch):
+            own = places[b][: after[b]]
+            one = q[b], _standing_for(k_cache, k_scale, own), _standing_for(v_cache, v_scale, own)
+            sequence = FIRST_PAIR._replace(b=b)
+            out[b], lse[b] = _sequence_result(*one, causal, softmax_scale, bound_mods, sequence)
+        scales = (None if x is None else convert(x) for x in (k_scale, v_scale))
+        return KVCacheResult(*map(convert, (out, lse, k_cache, v_cache)), *scales)
 
 
 def _of_sequences(new: Any, cu_seqlens_k_new: Any) -> list[Any]:

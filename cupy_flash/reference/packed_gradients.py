@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from cupy_flash.arrays.kinds import read, result_converter
+from cupy_flash.arrays.streams import on_stream
 from cupy_flash.opaque import opaque
 from cupy_flash.reference.gradients import (
     EXACT,
@@ -42,6 +43,7 @@ def attention_varlen_backward_reference(
     softmax_scale: float | None = None,
     seqused_k: Any = None,
     wrt: Iterable[str] | None = None,
+    stream: Any | None = None,
     **modifications: Unpack[PackedModifications],
 ) -> tuple[Any, ...]:
     """Compute the gradients of attention on packed sequences in float64 by the plain formula.
@@ -56,7 +58,7 @@ def attention_varlen_backward_reference(
         Gradient of the log-sum-exp.
     causal, softmax_scale, seqused_k, **modifications
         See `cupy_flash.attention_varlen_reference`.
-    wrt : iterable of str, optional
+    wrt, stream
         See `cupy_flash.attention_backward_reference`.
 
     Returns
@@ -67,19 +69,20 @@ def attention_varlen_backward_reference(
 
     Raises
     ------
-    TypeError, ValueError
+    TypeError, ValueError, UnsupportedError
         See `cupy_flash.attention_backward_reference`.
     """
-    return packed_gradients(
-        *(dout, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
-        arithmetic=EXACT,
-        dlse=dlse,
-        causal=causal,
-        softmax_scale=softmax_scale,
-        seqused_k=seqused_k,
-        wrt=wrt,
-        **modifications,
-    )
+    with on_stream(stream, q):
+        return packed_gradients(
+            *(dout, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+            arithmetic=EXACT,
+            dlse=dlse,
+            causal=causal,
+            softmax_scale=softmax_scale,
+            seqused_k=seqused_k,
+            wrt=wrt,
+            **modifications,
+        )
 
 
 def backward_varlen_naive(

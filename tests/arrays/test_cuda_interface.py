@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,16 @@ import numpy as np
 import pytest
 from support.gpu import fake_gpu
 
-from cupy_flash import flash_attention, flash_attention_varlen, flash_attention_with_kvcache
+from cupy_flash import (
+    combine,
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_qkvpacked_vjp,
+    flash_attention_varlen,
+    flash_attention_vjp,
+    flash_attention_with_kvcache,
+    scaled_dot_product_attention,
+)
 from cupy_flash.arrays import kinds
 from cupy_flash.arrays.cuda_interface import is_foreign_array
 
@@ -48,9 +58,14 @@ PycudaArray.__module__ = "pycuda.gpuarray"
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> fake_gpu.FakeGpu:
     fake = fake_gpu.install(monkeypatch)
-    numba = SimpleNamespace(
-        cuda=SimpleNamespace(as_cuda_array=lambda array, sync: ("numba", array, sync))
-    )
+
+    def as_cuda_array(array: Any, sync: bool) -> NumbaArray:
+        assert not sync
+        # It names the stream that CuPy's interface names: the current one.
+        interface = {"data": (array.data.ptr, False), "stream": fake.stream or DEFAULT}
+        return NumbaArray(fake, array.shape, array.dtype, **interface)
+
+    numba = SimpleNamespace(cuda=SimpleNamespace(as_cuda_array=as_cuda_array))
     gpuarray = SimpleNamespace(
         GPUArray=lambda shape, dtype, **others: ("pycuda", shape, dtype, others)
     )
@@ -112,14 +127,64 @@ def test_no_stream_waits_for_a_captured_call(gpu: fake_gpu.FakeGpu) -> None:
 
 
 def test_results_for_numba_and_pycuda_are_of_these_libraries(gpu: fake_gpu.FakeGpu) -> None:
-    name, array, sync = flash_attention(*qkv(gpu, NumbaArray))
-    assert (name, array.shape, sync) == ("numba", (2, 113, 6, 40), False)
+    array = flash_attention(*qkv(gpu, NumbaArray))
+    assert isinstance(array, NumbaArray)
+    assert array.__cuda_array_interface__["shape"] == (2, 113, 6, 40)
     out, lse = flash_attention(*qkv(gpu, PycudaArray), return_lse=True)
     for result, shape, dtype in ((out, (2, 113, 6, 40), "f2"), (lse, (2, 6, 113), "f4")):
         name, its_shape, its_dtype, others = result
         assert (name, its_shape, its_dtype) == ("pycuda", shape, np.dtype(dtype))
         assert others["gpudata"] == others["base"].data.ptr
         assert others["strides"] == others["base"].strides
+
+
+def gradients(gpu: fake_gpu.FakeGpu, **options: Any) -> Any:
+    dout, out = (NumbaArray(gpu, (2, 113, 6, 40)) for _ in range(2))
+    lse = NumbaArray(gpu, (2, 6, 113), "f4")
+    return flash_attention_backward(dout, *qkv(gpu, NumbaArray), out, lse, **options)
+
+
+def pulled_back(gpu: fake_gpu.FakeGpu, **options: Any) -> Any:
+    out, pullback = flash_attention_vjp(*qkv(gpu, NumbaArray), **options)
+    return (out, *pullback(NumbaArray(gpu, (2, 113, 6, 40))))
+
+
+def packed_gradients(gpu: fake_gpu.FakeGpu, **options: Any) -> Any:
+    out, pullback = flash_attention_qkvpacked_vjp(
+        NumbaArray(gpu, (2, 113, 3, 6, 40)), return_lse=True, **options
+    )
+    return (*out, pullback(NumbaArray(gpu, (2, 113, 6, 40))))
+
+
+def merged(gpu: fake_gpu.FakeGpu, **options: Any) -> Any:
+    lse = NumbaArray(gpu, (3, 2, 6, 113), "f4")
+    return combine(NumbaArray(gpu, (3, 2, 113, 6, 40)), lse, **options)
+
+
+NUMBA_CALLS: dict[str, Callable[..., Any]] = {
+    "dense": lambda gpu, **options: flash_attention(
+        *qkv(gpu, NumbaArray), return_lse=True, **options
+    ),
+    "scaled dot product": lambda gpu, **options: [
+        scaled_dot_product_attention(*qkv(gpu, NumbaArray), **options)
+    ],
+    "gradients": gradients,
+    "pullback": pulled_back,
+    "packed pullback": packed_gradients,
+    "merge": merged,
+}
+
+
+@pytest.mark.parametrize("name", NUMBA_CALLS)
+def test_results_for_numba_name_the_stream_of_their_call(name: str, gpu: fake_gpu.FakeGpu) -> None:
+    gpu.stream = OURS
+    for stream in (THEIRS, OURS):
+        gpu.forget()
+        results = NUMBA_CALLS[name](gpu, stream=SimpleNamespace(handle=stream))
+        assert all(isinstance(result, NumbaArray) for result in results)
+        assert {result.__cuda_array_interface__["stream"] for result in results} == {stream}
+        # The stream of q, which here is the legacy default stream, waits for the results.
+        assert gpu.order[-1] == (DEFAULT, stream)
 
 
 def test_written_arrays_are_written_in_place_and_returned(gpu: fake_gpu.FakeGpu) -> None:

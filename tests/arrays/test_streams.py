@@ -10,10 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.calls.every_array import functions_of
 from support.gpu import fake_gpu
+from support.libraries import OnlyDlpack, OnlyDlpackNamespace
 
 import cupy_flash
+from cupy_flash import UnsupportedError
 from cupy_flash.arrays.streams import handle_of
+from cupy_flash.gpu.environment import gpu_unavailable
 
 OURS, THEIRS = 0xA0, 0xB0
 
@@ -66,26 +70,50 @@ def arrays(*shapes: tuple[int, ...], dtype: Any = np.float16) -> list[Any]:
     return [fake_gpu.FakeArray(shape, dtype) for shape in shapes]
 
 
-def backward(name: str) -> Callable[[Any], Any]:
+class Watched(OnlyDlpack):
+    """Array in host memory that notes CuPy's current stream when it is read."""
+
+    def __dlpack__(self, **options: Any) -> Any:
+        note_stream()
+        return super().__dlpack__(**options)
+
+    def __array_namespace__(self, api_version: str | None = None) -> type[WatchedNamespace]:
+        return WatchedNamespace
+
+
+class WatchedNamespace(OnlyDlpackNamespace):
+    """Namespace of `Watched`, which notes CuPy's current stream when a result is converted."""
+
+    @staticmethod
+    def from_dlpack(array: Any) -> Watched:
+        note_stream()
+        return Watched(array)
+
+
+def note_stream() -> None:
+    gpu = sys.modules["cupy"].gpu
+    gpu.streams.append(gpu.stream)
+
+
+def watched(*shape: int) -> Watched:
+    return Watched(np.ones(shape, np.float32))
+
+
+ROWS, PACKED, QKV = (2, 113, 6, 40), (226, 6, 40), (2, 113, 3, 6, 40)
+
+
+def dense(name: str, count: int, *shape: int) -> Callable[[Any], Any]:
+    """Return a call of a function on arrays of this shape."""
+    return lambda stream: getattr(cupy_flash, name)(*arrays(*[shape] * count), stream=stream)
+
+
+def packed(name: str) -> Callable[[Any], Any]:
     def call(stream: Any) -> Any:
-        rows = (2, 113, 6, 40)
-        packed = "qkvpacked" in name
-        inputs = arrays((2, 113, 3, 6, 40)) if packed else arrays(rows, rows, rows)
-        dout, out = arrays(rows, rows)
-        (lse,) = arrays((2, 6, 113), dtype=np.float32)
-        return getattr(cupy_flash, name)(dout, *inputs, out, lse, stream=stream)
+        rows, ends = arrays(PACKED)[0], arrays((3,), dtype=np.int32)[0]
+        lengths = (ends, ends, 113, 113)
+        return getattr(cupy_flash, name)(rows, rows, rows, *lengths, stream=stream)
 
     return call
-
-
-def combine(stream: Any) -> Any:
-    (lse,) = arrays((3, 2, 6, 113), dtype=np.float32)
-    return cupy_flash.combine(*arrays((3, 2, 113, 6, 40)), lse, stream=stream)
-
-
-def packed(stream: Any) -> Any:
-    rows, ends = arrays((226, 6, 40))[0], arrays((3,), dtype=np.int32)[0]
-    return cupy_flash.flash_attention_varlen(rows, rows, rows, ends, ends, 113, 113, stream=stream)
 
 
 def cached(stream: Any) -> Any:
@@ -93,15 +121,83 @@ def cached(stream: Any) -> Any:
     return cupy_flash.flash_attention_with_kvcache(q, *caches, k, v, cache_seqlens=5, stream=stream)
 
 
+def backward(name: str, count: int, *shape: int) -> Callable[[Any], Any]:
+    """Return a call of a function that computes the gradients of arrays of this shape."""
+
+    def call(stream: Any) -> Any:
+        dout, out = arrays(*[PACKED if shape == PACKED else ROWS] * 2)
+        (lse,) = arrays((6, 226) if shape == PACKED else (2, 6, 113), dtype=np.float32)
+        ends = arrays((3,), dtype=np.int32) * 2
+        lengths = (*ends, 113, 113) if shape == PACKED else ()
+        inputs = arrays(*[shape] * count)
+        return getattr(cupy_flash, name)(dout, *inputs, out, lse, *lengths, stream=stream)
+
+    return call
+
+
+def with_pullback(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a call of a function that returns a pullback, followed by that of the pullback."""
+
+    def both(stream: Any) -> Any:
+        out, pullback = call(stream)
+        return pullback(out)
+
+    return both
+
+
+def combine(stream: Any) -> Any:
+    (lse,) = arrays((3, 2, 6, 113), dtype=np.float32)
+    return cupy_flash.combine(*arrays((3, 2, 113, 6, 40)), lse, stream=stream)
+
+
+def rotary(name: str) -> Callable[[Any], Any]:
+    tables = watched(5, 4), watched(5, 4)
+    return lambda stream: getattr(cupy_flash, name)(watched(2, 5, 3, 8), *tables, stream=stream)
+
+
+def reference(name: str, count: int, *lengths: Any, **options: Any) -> Callable[[Any], Any]:
+    """Return a call of a reference; the arrays are packed if lengths are given."""
+    shape = (5, 3, 8) if lengths else (2, 5, 3, 8)
+    function = getattr(cupy_flash, name)
+    return lambda stream: function(
+        *(watched(*shape) for _ in range(count)), *lengths, **options, stream=stream
+    )
+
+
+SPANS = ([0, 2, 5], [0, 2, 5], 3, 3)
 CALLS: dict[str, Callable[[Any], Any]] = {
-    "qkvpacked": lambda stream: cupy_flash.flash_attention_qkvpacked(
-        *arrays((2, 113, 3, 6, 40)), stream=stream
-    ),
-    "varlen": packed,
-    "kvcache": cached,
-    "backward": backward("flash_attention_backward"),
+    "flash_attention": dense("flash_attention", 3, *ROWS),
+    "flash_attention_qkvpacked": dense("flash_attention_qkvpacked", 1, *QKV),
+    "flash_attention_varlen": packed("flash_attention_varlen"),
+    "flash_attention_with_kvcache": cached,
+    "flash_attention_backward": backward("flash_attention_backward", 3, *ROWS),
+    "flash_attention_qkvpacked_backward": backward("flash_attention_qkvpacked_backward", 1, *QKV),
+    "flash_attention_varlen_backward": backward("flash_attention_varlen_backward", 3, *PACKED),
+    "flash_attention_vjp": with_pullback(dense("flash_attention_vjp", 3, *ROWS)),
+    "flash_attention_qkvpacked_vjp": with_pullback(dense("flash_attention_qkvpacked_vjp", 1, *QKV)),
+    "flash_attention_varlen_vjp": with_pullback(packed("flash_attention_varlen_vjp")),
+    "scaled_dot_product_attention": dense("scaled_dot_product_attention", 3, *ROWS),
     "combine": combine,
+    "apply_rotary": rotary("apply_rotary"),
+    "apply_rotary_vjp": with_pullback(rotary("apply_rotary_vjp")),
+    "quantize_kv": lambda stream: cupy_flash.quantize_kv(watched(9, 3, 8), "int8", stream=stream),
+    "attention_reference": reference("attention_reference", 3),
+    "attention_backward_reference": reference("attention_backward_reference", 4),
+    "attention_varlen_reference": reference("attention_varlen_reference", 3, *SPANS),
+    "attention_varlen_backward_reference": reference(
+        "attention_varlen_backward_reference", 4, *SPANS
+    ),
+    "attention_with_kvcache_reference": reference(
+        "attention_with_kvcache_reference", 3, cache_seqlens=[2, 4]
+    ),
 }
+# Functions whose results are in host memory, so that a call ends when its work does.
+ON_HOST = {"check_mod", "plot_mask", "seen_pairs"}
+
+
+def test_every_function_that_returns_arrays_takes_a_stream() -> None:
+    functions = {f.__name__ for f in functions_of(cupy_flash)}
+    assert CALLS.keys() == {name for name in functions - ON_HOST if not name.startswith("plan")}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -110,28 +206,50 @@ def test_every_function_runs_on_its_stream(name: str, gpu: fake_gpu.FakeGpu) -> 
     CALLS[name](Protocol())
     assert gpu.streams
     assert set(gpu.streams) == {THEIRS}
-    gpu.streams.clear()
+    gpu.forget()
     CALLS[name](None)
     assert set(gpu.streams) == {OURS}
 
 
-def test_a_pullback_runs_on_the_stream_of_its_call(gpu: fake_gpu.FakeGpu) -> None:
-    q, dout = arrays((2, 113, 6, 40), (2, 113, 6, 40))
-    _, pullback = cupy_flash.flash_attention_vjp(q, q, q, stream=Protocol())
-    pullback(dout)
-    assert len(gpu.streams) > 1
-    assert set(gpu.streams) == {THEIRS}
-
-
+@pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("stream", [3, "stream", np.zeros(3, np.float32)])
-def test_what_is_no_stream_is_refused(stream: Any, gpu: fake_gpu.FakeGpu) -> None:
-    q = fake_gpu.FakeArray((2, 113, 6, 40), np.float16)
+def test_what_is_no_stream_is_refused(stream: Any, name: str, gpu: fake_gpu.FakeGpu) -> None:
     with pytest.raises(TypeError, match="; expected a stream of CuPy, PyTorch or Numba"):
-        cupy_flash.flash_attention(q, q, q, stream=stream)
+        CALLS[name](stream)
+    assert gpu.streams == []
 
 
-def test_a_stream_needs_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", CALLS)
+def test_a_stream_needs_cupy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    rows = np.zeros((1, 3, 2, 4), np.float32)
     with pytest.raises(TypeError, match="stream is given, but CuPy, which runs calls on a GPU"):
-        cupy_flash.flash_attention(rows, rows, rows, stream=Protocol())
+        CALLS[name](Protocol())
+
+
+NO_GPU = "stream is given, but no GPU can be used; 'cupy-flash info' tells why"
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("stream", ["protocol", "null of cupy"])
+def test_a_stream_needs_a_driver(
+    stream: str, name: str, gpu: fake_gpu.FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get_device() -> int:
+        raise RuntimeError("cudaErrorInsufficientDriver: CUDA driver version is insufficient")
+
+    runtime = sys.modules["cupy"].cuda.runtime
+    monkeypatch.setattr(runtime, "CUDARuntimeError", RuntimeError, raising=False)
+    monkeypatch.setattr(runtime, "getDevice", get_device)
+    with pytest.raises(UnsupportedError, match=NO_GPU):
+        CALLS[name](STREAMS[stream][0])
+    assert gpu.streams == []
+
+
+@pytest.mark.skipif(gpu_unavailable() is None, reason="a GPU can be used")
+@pytest.mark.parametrize("backend", ["auto", "cpu", "gpu"])
+@pytest.mark.parametrize("stream", ["protocol", "null of cupy"])
+def test_on_a_machine_without_a_gpu_a_stream_is_refused(stream: str, backend: str) -> None:
+    pytest.importorskip("cupy")
+    rows = np.zeros((1, 3, 2, 4), np.float32)
+    with pytest.raises(UnsupportedError, match=NO_GPU):
+        cupy_flash.flash_attention(rows, rows, rows, backend=backend, stream=STREAMS[stream][0])

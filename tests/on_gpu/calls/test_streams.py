@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from support import libraries
 from support.gpu import cupy
-from support.gpu.gpu_support import bits
+from support.gpu.gpu_support import BUSY, bits, keep_busy
 
+import cupy_flash
 from cupy_flash import flash_attention, flash_attention_with_kvcache
 from cupy_flash.arrays.streams import handle_of
+from cupy_flash.cli.measure.check import why_no_matmul
 from cupy_flash.gpu import counters
 
 pytestmark = pytest.mark.gpu
@@ -134,6 +138,14 @@ def stream_of(library: str) -> Any:
     return pytest.importorskip("numba.cuda").stream()
 
 
+def as_cupys(stream: Any) -> Any:
+    """Return a stream of any library as one of CuPy."""
+    with warnings.catch_warnings():
+        # The replacement of this deprecated class supports fewer versions of torch.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return cupy.cuda.ExternalStream(handle_of(stream))
+
+
 @pytest.mark.parametrize("library", ["cupy", "torch", "numba"])
 @pytest.mark.parametrize("arrays", ["cupy", "torch"])
 def test_a_call_is_captured_on_the_stream_that_it_is_given(
@@ -154,10 +166,7 @@ def test_a_call_is_captured_on_the_stream_that_it_is_given(
     np.testing.assert_array_equal(out.get(), expected)
     out.fill(0)
     cupy.cuda.Device().synchronize()
-    with warnings.catch_warnings():
-        # The replacement of this deprecated class supports fewer versions of torch.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        capturing = cupy.cuda.ExternalStream(handle_of(stream))
+    capturing = as_cupys(stream)
     capturing.begin_capture()
     assert flash_attention(q, k, v, out=written, stream=stream) is written
     graph = capturing.end_capture()
@@ -166,3 +175,96 @@ def test_a_call_is_captured_on_the_stream_that_it_is_given(
     graph.launch(capturing)
     cupy.cuda.Device().synchronize()
     np.testing.assert_array_equal(out.get(), expected)
+
+
+SHAPE = (2, 113, 4, 64)
+
+
+class Inputs:
+    """Arrays that calls read besides the one that is computed late."""
+
+    def __init__(self, convert: Callable[[np.ndarray], Any]) -> None:
+        rows, pairs = np.arange(SHAPE[1]), np.arange(1, 9)
+        angles = rows[:, None].astype(np.float32) / pairs.astype(np.float32)
+        self.tables = convert(np.cos(angles)), convert(np.sin(angles))
+        self.mask = convert(np.tri(SHAPE[2], dtype=bool))
+
+
+def with_gradient(out: Any, pullback: Callable[[Any], Any]) -> tuple[Any, Any]:
+    return out, pullback(out)
+
+
+CALLS_OF_ONE: dict[str, Callable[..., Any]] = {
+    "flash_attention": lambda x, _, **stream: flash_attention(x, x, x, **stream),
+    "scaled_dot_product_attention": lambda x, given, **stream: (
+        cupy_flash.scaled_dot_product_attention(x, x, x, given.mask, **stream)
+    ),
+    "apply_rotary": lambda x, given, **stream: cupy_flash.apply_rotary(x, *given.tables, **stream),
+    "apply_rotary_vjp": lambda x, given, **stream: with_gradient(
+        *cupy_flash.apply_rotary_vjp(x, *given.tables, **stream)
+    ),
+    "quantize_kv": lambda x, _, **stream: cupy_flash.quantize_kv(x, "int8", **stream),
+    "attention_reference": lambda x, _, **stream: cupy_flash.attention_reference(
+        x, x, x, return_lse=True, **stream
+    ),
+    "attention_backward_reference": lambda x, _, **stream: cupy_flash.attention_backward_reference(
+        x, x, x, x, **stream
+    ),
+    "attention_with_kvcache_reference": lambda x, _, **stream: (
+        cupy_flash.attention_with_kvcache_reference(x, x, x, cache_seqlens=[50, 113], **stream)
+    ),
+}
+
+
+def results_of(name: str, x: Any, given: Inputs, **stream: Any) -> list[Any]:
+    """Return the arrays that a call of `CALLS_OF_ONE` returns."""
+    if "reference" in name and (reason := why_no_matmul()):
+        pytest.skip(reason)
+    results = CALLS_OF_ONE[name](x, given, **stream)
+    results = results if isinstance(results, tuple) else (results,)
+    return [result for result in results if result is not None]
+
+
+def assert_alike(found: list[np.ndarray], expected: list[Any]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        # cuBLAS, which references use, does not promise the same bits on every stream.
+        np.testing.assert_allclose(one, other.get(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("library", ["cupy", "torch", "numba"])
+@pytest.mark.parametrize("name", CALLS_OF_ONE)
+def test_every_function_reads_what_was_enqueued_before_on_the_stream_that_it_is_given(
+    name: str, library: str, rng: np.random.Generator
+) -> None:
+    stream = stream_of(library)
+    values = cupy.asarray(rng.standard_normal(SHAPE, np.float32))
+    given, late = Inputs(cupy.asarray), cupy.zeros_like(values)
+    # This call loads all kernels, which could wait for the GPU.
+    expected = results_of(name, values, given)
+    keep_busy(1)
+    cupy.cuda.Device().synchronize()
+    with as_cupys(stream) as ours:
+        keep_busy(BUSY // 5)
+        # On any other stream, the call would read zeros.
+        late.data.copy_from_device_async(values.data, values.nbytes, ours)
+    found = results_of(name, late, given, stream=stream)
+    ours.synchronize()
+    assert_alike([one.get() for one in found], expected)
+
+
+@pytest.mark.parametrize("name", CALLS_OF_ONE)
+def test_a_result_for_numba_names_the_stream_that_computes_it(
+    name: str, rng: np.random.Generator
+) -> None:
+    convert = libraries.numba_library().convert
+    stream = stream_of("numba")
+    values = rng.standard_normal(SHAPE, np.float32)
+    expected = results_of(name, cupy.asarray(values), Inputs(cupy.asarray))
+    cupy.cuda.Device().synchronize()
+    found = results_of(name, convert(values), Inputs(convert), stream=stream)
+    for one in found:
+        assert one.__cuda_array_interface__["stream"] == handle_of(stream)
+    # Numba copies an array on the stream that it names.
+    on_host = [one.copy_to_host() for one in found]
+    stream.synchronize()
+    assert_alike(on_host, expected)

@@ -385,6 +385,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     )
     fake = SimpleNamespace(
         ndarray=FakeArray,
+        empty=FakeArray,
         cuda=cuda,
         gpu=gpu,
         ascontiguousarray=lambda array: array,

@@ -278,6 +278,7 @@ def _gradients() -> Iterator[Kernel]:
         (90, "hopper", _dense("bfloat16", (64, 64), True)),
         (90, "hopper", _dense("bfloat16", (128, 128))),
         (90, "hopper", _packed("float16", (128, 128), True)),
+        (90, "hopper", Case("bfloat16", 16, 512, 512, 16, 16, 64, 64)),
         (80, "mma", _dense("bfloat16", (128, 128), True)),
         (89, "mma", _dense("float32", (128, 128))),
         (90, "mma", _packed("float16", (128, 128), True)),

@@ -33,6 +33,8 @@ _WORKSPACE_ALIGNMENT = 512
 _WORD = 4
 # Size in bytes of `PackedTileSlot`: the sequence of a KV tile and its rows.
 _PACKED_TILE_BYTES = 48
+# Size in bytes of `ListedKvTile`, and of the counter in front of a list.
+_LISTED_TILE_BYTES = 16
 # Smallest number of query tiles of a chunk, if thread blocks divide the query tiles of a KV tile.
 _LEAST_CHUNK_TILES = 4
 # Largest number of chunks of the query tiles of the last heads, and the largest time with such
@@ -385,12 +387,22 @@ def with_packed_order(problem: Problem, schedule: Schedule, keys: int) -> Schedu
     )
 
 
-def with_counter(schedule: Schedule) -> Schedule:
-    """Return a schedule with a counter in the workspace, by which thread blocks fetch KV tiles."""
+def with_kv_tile_list(schedule: Schedule, kv_tiles: int) -> Schedule:
+    """Return a schedule with a list of KV tiles, from which thread blocks fetch.
+
+    Preprocessing writes the list to the workspace (`kernels_cu/backward/kv_tile_list.cuh`).
+
+    Parameters
+    ----------
+    schedule
+        Schedule of the backward pass.
+    kv_tiles
+        Number of KV tiles of all heads.
+    """
     offset = round_up(schedule.workspace, _WORKSPACE_ALIGNMENT)
     return dataclasses.replace(
         schedule,
-        workspace=offset + _WORD,
+        workspace=offset + (1 + kv_tiles) * _LISTED_TILE_BYTES,
         workspace_offsets={**schedule.workspace_offsets, "counters": offset},
     )
 
@@ -489,7 +501,7 @@ def config(
     may_descend
         Whether thread blocks of the last section may go through query tiles in descending order.
     fetches_kv_tiles
-        Whether thread blocks fetch KV tiles by a counter. Preprocessing then zeroes the counter.
+        Whether thread blocks fetch KV tiles. Preprocessing then writes the list of KV tiles.
     """
     return {
         "as_inputs": problem.gradient_spec.as_inputs,

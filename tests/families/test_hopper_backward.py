@@ -411,6 +411,50 @@ def test_chunks_have_sums_and_semaphores_in_the_workspace() -> None:
     assert divided.workspace - whole.workspace == 512 + 2 * 128 * (128 + 128) * 4
 
 
+FEW_QUERIES: dict[str, Any] = {"batch": 2, "heads": 20, "seqlen": 448, "seqlen_k": 8192}
+
+
+def test_thread_blocks_fetch_the_kv_tiles_of_few_queries() -> None:
+    of = problem(64, **FEW_QUERIES)
+    schedule, tile = schedule_of(of), hopper.default_tile(of, h100)
+    found = launches_of(schedule)
+    assert found["key_gradients"] == ((132, 1, 1), 0)
+    # The counter, and the entries of 64 KV tiles of each head.
+    offset = schedule.workspace_offsets["counters"]
+    assert schedule.workspace - offset == 16 * (1 + 64 * 40)
+    many = problem(64, **FEW_QUERIES | {"seqlen": 1025})
+    # A second stage of k and v, ten barriers, and two fetched KV tiles.
+    more = hopper.shared_memory(of, tile) - hopper.shared_memory(many, tile)
+    assert more == 128 * (64 + 64) * 2 + 10 * 8 + 2 * 16
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "how"),
+    [
+        (64, {"seqlen": 1025}),
+        (64, {"seqlen": 513, "heads_kv": 10}),
+        (64, {"causal": True}),
+        (64, {"seqlen_k": 1200}),
+        (64, {"wrt": ("k", "v")}),
+        (65, {}),
+        (128, {}),
+    ],
+    ids=str,
+)
+def test_other_thread_blocks_have_one_kv_tile(head_dim: int, how: dict[str, Any]) -> None:
+    of = problem(head_dim, **FEW_QUERIES | how)
+    schedule, tile = schedule_of(of), hopper.default_tile(of, h100)
+    assert "counters" not in schedule.workspace_offsets
+    assert not hopper.config(of, tile, schedule.split)["fetches_kv_tiles"]
+    assert launches_of(schedule)["key_gradients"][0][0] > 132
+
+
+def test_a_tile_without_space_for_a_second_stage_of_keys_has_one_kv_tile() -> None:
+    of, tile = problem(64, **FEW_QUERIES), HopperBackwardTile(128, 128, q_stages=3)
+    assert hopper.why_not_tile(of, h100, tile) is None
+    assert "counters" not in hopper.schedule(of, h100, tile).workspace_offsets
+
+
 @pytest.mark.parametrize(
     ("how", "ascending"),
     [

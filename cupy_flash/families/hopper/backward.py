@@ -56,9 +56,8 @@ _MORE_PRODUCER_REGISTERS = (40, 232)
 _STATE_REGISTERS = 24
 # Number of barriers in addition to those of the ring stages.
 _OTHER_BARRIERS = 13
-# Number of barriers of two stages of k and v, and of the coordinates of two fetched KV tiles; and
-# size of these coordinates in bytes.
-_FETCH_BARRIERS, _FETCHED_BYTES = 2 * 3 + 2 * 2, 2 * 24
+# Number of barriers of two stages of k and v and of two fetched KV tiles. Size of these in bytes.
+_FETCH_BARRIERS, _FETCHED_BYTES = 2 * 3 + 2 * 2, 2 * 16
 # Largest number of query rows, of all query heads of a KV head, for which thread blocks fetch KV
 # tiles, and the smallest number of KV tiles.
 _FEW_QUERIES, _MANY_KV_TILES = 1024, 400
@@ -341,7 +340,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         )
         schedule = backward_common.with_packed_order(problem, schedule, tile.Bc)
         if fetches:
-            schedule = backward_common.with_counter(schedule)
+            schedule = backward_common.with_kv_tile_list(schedule, kv_blocks)
         return backward_common.with_chunks(
             schedule, problem, chunks, kv_blocks, 2, WARPGROUP_ROWS * sum(_padded_dims(problem))
         )

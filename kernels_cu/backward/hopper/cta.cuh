@@ -35,6 +35,7 @@
 #include "backward/dq/order.cuh"
 #include "backward/params.cuh"
 #include "backward/dq/accumulate.cuh"
+#include "backward/kv_tile_list.cuh"
 #include "backward/query_chunks.cuh"
 #include "backward/tile_coord.cuh"
 #include "ptx/cluster.cuh"
@@ -116,7 +117,7 @@ struct WarpgroupFragments {
 // tiles (50 bytes less spilled at head_dim 128), and with halves of the columns (up to 100 bytes
 // less spilled). In other cases, they are in registers, because spilling a few registers is faster.
 template <class Config>
-struct HopperGradientBlockInfo {
+struct HopperGradientBlockInfo : FirstHead<Config::fetches_kv_tiles> {
   static constexpr bool is_shared = Config::block_mask || Config::cta_ranks > 1 ||
                                     Config::padded_dim + Config::padded_dim_v == 512;
 
@@ -227,7 +228,7 @@ struct HopperGradientCta {
 
   // Shared memory: k, the peer's k, v, the rings of q and dout, dS, the peer's dS, the dq sums, P
   // (for wide heads), the peer's scores, the ring of the bias, row statistics, visible pairs,
-  // steps, barriers and `HopperGradientBlockInfo`.
+  // steps, fetched KV tiles, barriers and `HopperGradientBlockInfo`.
   // A CTA that fetches KV tiles (kv_tiles.cuh) has two stages of k and v.
   static constexpr bool fetches_kv_tiles = Config::fetches_kv_tiles;
   static_assert(!fetches_kv_tiles || (!wide && wants_q && !Config::has_seqlens && !inspects),
@@ -263,7 +264,12 @@ struct HopperGradientCta {
   // Steps of the query tiles in the stages, with `Config::block_mask` (hopper/listed_tiles.cuh).
   static constexpr int steps_offset = pairs_offset + Config::q_stages * pairs_bytes;
   static constexpr int step_bytes = Config::block_mask && !wide ? 8 : 0;
-  static constexpr int barrier_offset = steps_offset + Config::q_stages * step_bytes;
+  // Fetched KV tiles.
+  static constexpr int fetched_offset = steps_offset + Config::q_stages * step_bytes;
+  static constexpr int fetched_stages = 2;
+  static constexpr int fetched_bytes =
+      fetches_kv_tiles ? fetched_stages * int(sizeof(ListedKvTile)) : 0;
+  static constexpr int barrier_offset = fetched_offset + fetched_bytes;
   static constexpr int ring_barriers = 2 * (Config::q_stages + Config::dout_stages);
   // Number of barriers: 3 of k and v, at most 6 of the dq sums or the semaphore, at most 4 of the
   // earlier dq sums or, for wide heads, of P and dS, and those of the peer's dS.
@@ -276,15 +282,9 @@ struct HopperGradientCta {
       ring_barriers + other_barriers + (inspects ? arrived_barriers : 0);
   static constexpr int first_bias_barrier = first_scores_barrier + 2 * peer_scores_warps;
   static constexpr int first_kv_barrier = first_bias_barrier + 2 * Config::bias_stages;
-  static constexpr int fetched_stages = 2;
   static constexpr int kv_barriers = fetches_kv_tiles ? 3 * kv_stages + 2 * fetched_stages : 0;
-  // The coordinates of fetched KV tiles follow the barriers.
-  static constexpr int fetched_offset = barrier_offset + (first_kv_barrier + kv_barriers) * 8;
-  static constexpr int fetched_bytes =
-      fetches_kv_tiles ? fetched_stages * int(sizeof(GradientTileCoord)) : 0;
   static constexpr int barriers = first_kv_barrier + kv_barriers;
-  static constexpr int block_info_offset = barrier_offset + barriers * 8 + fetched_bytes;
-  static constexpr int block_info_bytes = 112;
+  static constexpr int block_info_offset = barrier_offset + barriers * 8, block_info_bytes = 112;
   static_assert(sizeof(HopperGradientBlockInfo<Config>) <= block_info_bytes,
                 "fits in block_info_bytes");
   static_assert(block_info_offset + block_info_bytes == Config::shared_memory,
@@ -296,6 +296,7 @@ struct HopperGradientCta {
   const GradientParams& p;
   const GradientMaps& maps;
   const unsigned shared;
+  const HopperGradientBlockInfo<Config>& block_info;
   const GradientTileCoord& coord;
   const Sequence& sequence;
   const Mask<Config>& mask;
@@ -309,6 +310,7 @@ struct HopperGradientCta {
       : p(p),
         maps(maps),
         shared(shared),
+        block_info(block_info),
         coord(block_info.coord),
         sequence(block_info.sequence),
         mask(block_info.mask),
@@ -330,6 +332,7 @@ struct HopperGradientCta {
   __device__ int start_tile() const { return descends() ? order.end_tile - 1 : order.first_tile; }
   __device__ int stop_tile() const { return descends() ? order.first_tile : order.end_tile - 1; }
   __device__ Step first_step() const {
+    if constexpr (fetches_kv_tiles) return {block_info.first_head, start_tile()};
     return {first_head_of_chunk<Config>(p, coord), start_tile()};
   }
   // Compares products instead of dividing: a producer warp has too few registers for a division,
@@ -471,14 +474,14 @@ struct HopperGradientCta {
   }
   // Barrier of the stage of k and v, with `fetches_kv_tiles`.
   __device__ unsigned kv_empty() const { return kv_barrier(2); }
-  // Barriers and place of the coordinates of a fetched KV tile.
+  // Barriers and place of a fetched KV tile.
   __device__ unsigned fetched_full(int stage) const {
     return barrier(first_kv_barrier + 3 * kv_stages + stage);
   }
   __device__ unsigned fetched_empty(int stage) const { return fetched_full(fetched_stages + stage); }
-  __device__ static GradientTileCoord* fetched(int stage) {
+  __device__ static ListedKvTile* fetched(int stage) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
-    return reinterpret_cast<GradientTileCoord*>(shared_memory + fetched_offset) + stage;
+    return reinterpret_cast<ListedKvTile*>(shared_memory + fetched_offset) + stage;
   }
   // Barriers of the dq buffers, with `buffers_dq`. Each consumer has one buffer. Two lanes
   // (`HopperGradientAdder`) add it to memory in alternate steps, and each lane waits at a

@@ -22,7 +22,7 @@
 #pragma once
 
 #include "backward/hopper/listed_tiles.cuh"
-#include "backward/tile_coord.cuh"
+#include "backward/kv_tile_list.cuh"
 #include "ptx/sm90a.cuh"
 
 #if __CUDA_ARCH__ == 900
@@ -46,14 +46,14 @@ struct HopperKvTiles {
       for (;;) {
         const int stage = fetched_ring.index;
         ptx::mbarrier_wait(cta.fetched_full(stage), fetched_ring.phase);
-        const GradientTileCoord coord = *cta.fetched(stage);
+        const ListedKvTile tile = *cta.fetched(stage);
         if constexpr (WholeWarp) {
           arrive_warp(cta.fetched_empty(stage));
         } else {
           ptx::mbarrier_arrive(cta.fetched_empty(stage));
         }
         fetched_ring.advance();
-        if (!begin(coord)) return;
+        if (!begin(tile)) return;
         run();
         kv_ring.advance();
       }
@@ -67,38 +67,30 @@ struct HopperKvTiles {
     if constexpr (!Cta::fetches_kv_tiles) {
       run();
     } else {
-      int number = fetch();
+      const KvTileList<Config> list(cta.p);
+      ListedKvTile tile = list.tile(list.fetch());
       for (;;) {
         const int stage = fetched_ring.index;
         ptx::mbarrier_wait(cta.fetched_empty(stage), fetched_ring.phase ^ 1);
-        const GradientTileCoord coord = coord_of(number);
-        *cta.fetched(stage) = coord;
+        *cta.fetched(stage) = tile;
         ptx::mbarrier_arrive(cta.fetched_full(stage));
         fetched_ring.advance();
-        if (!begin(coord)) return;
-        number = fetch();
+        if (!begin(tile)) return;
+        // The number arrives while `run` waits for stages of q.
+        const int next = list.fetch();
         run();
+        tile = list.tile(next);
         kv_ring.advance();
       }
     }
   }
 
  private:
-  __device__ int fetch() const { return atomicAdd(cta.p.counters, 1); }
-
-  // Returns the coordinates of a KV tile. If there is no such tile, `begin` is negative.
-  __device__ GradientTileCoord coord_of(int number) const {
-    const GradientParams& p = cta.p;
-    if (number >= GradientTiling<true>(p).template blocks<Config, Config::Bc>(p.batch)) {
-      return {-1, 0, 0, 0, 0, 0};
-    }
-    return gradient_tile_coord<Config, Config::Bc, true, true>(p, number);
-  }
-
   // Begins a KV tile. Returns false if there is no such tile.
-  __device__ bool begin(const GradientTileCoord& coord) {
-    if (coord.begin < 0) return false;
-    block_info = BlockInfo(cta.p, coord, sequence_of<Config>(cta.p, coord.batch));
+  __device__ bool begin(const ListedKvTile& tile) {
+    if (tile.begin < 0) return false;
+    block_info = BlockInfo(cta.p, tile.coord(), sequence_of<Config>(cta.p, tile.batch));
+    block_info.first_head = tile.first_head;
     return true;
   }
 };

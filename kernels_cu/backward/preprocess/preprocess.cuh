@@ -2,6 +2,7 @@
 // dq semaphores, and zeroes gradient rows that no other kernel writes.
 #pragma once
 
+#include "backward/kv_tile_list.cuh"
 #include "backward/packed_order.cuh"
 #include "backward/params.cuh"
 #include "backward/dq/accumulate.cuh"
@@ -34,9 +35,7 @@ struct Preprocess {
         static_cast<int*>(p.kv_sums)[i] = 0;
       }
     }
-    if constexpr (Config::fetches_kv_tiles) {
-      if (blockIdx.x == 0 && threadIdx.x == 0) *p.counters = 0;
-    }
+    if constexpr (Config::fetches_kv_tiles) KvTileList<Config>(p).write();
     if constexpr (Config::orders_sequences) PackedOrder<Config>::write(p);
     UnwrittenRows<Config>::clear(p);
     const int64 rows =

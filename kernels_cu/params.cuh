@@ -41,7 +41,7 @@ struct Params {
   const int* seqused_k;        // (batch) number of keys of each sequence, or null
   const int* cache_batch_idx;  // (batch) batch index in the cache of each sequence, or null
   const int* block_table;      // (batch, max_pages) page numbers, or null
-  int* counters;               // counters that are 0 before and after each launch, or null
+  int* counters;               // counters that are 0 before each launch, or null
   int64 block_table_stride;    // row stride of block_table, in elements
   int total_q;                 // number of rows of packed q and out
   int total_k;                 // number of rows of packed k and v

@@ -400,8 +400,11 @@ def with_kv_tile_list(schedule: Schedule, kv_tiles: int) -> Schedule:
         Number of KV tiles of all heads.
     """
     offset = round_up(schedule.workspace, _WORKSPACE_ALIGNMENT)
+    terms, *others = schedule.launches
+    blocks = max(terms.grid[0], ceil_div(kv_tiles, _ROW_STATS_THREADS))
     return dataclasses.replace(
         schedule,
+        launches=(dataclasses.replace(terms, grid=(blocks, *terms.grid[1:])), *others),
         workspace=offset + (1 + kv_tiles) * _LISTED_TILE_BYTES,
         workspace_offsets={**schedule.workspace_offsets, "counters": offset},
     )

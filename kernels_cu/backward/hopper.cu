@@ -1,7 +1,8 @@
 // Gradients of attention for float16 and bfloat16 on Hopper (sm_90a): five products in one pass.
 //
 // As in mma.cu, a CTA owns a KV tile, whose dk and dv it keeps in registers, and iterates over the
-// query tiles of all query heads. The CTAs of a head add their dq of a query tile in a fixed order
+// query tiles of all query heads. If these are few, it then continues with other KV tiles
+// (hopper/kv_tiles.cuh). The CTAs of a head add their dq of a query tile in a fixed order
 // (dq/semaphore.cuh). Here query tiles go from the first to the last, and CTAs of later keys add
 // first. With a causal mask, the last section of heads has the opposite order (dq/order.cuh).
 // Either the last CTA of that order writes dq (`last_writes`), or another kernel does.
@@ -58,19 +59,12 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
     ptx::setmaxnreg_dec<Config::producer_registers>();
     if (!cta.has_steps()) return;
     const bool is_first = threadIdx.x % 32 == 0;
-    if (warp == 0 && is_first) {
-      HopperGradientLoader<Config> loader{cta};
-      kv_tiles.fetch_each([&] { loader.load_all(); });
-    }
-    if (warp == 1) {
-      HopperRowStatsLoader<Config> loader{cta};
-      kv_tiles.template for_each<true>([&] { loader.load_all(); });
-    }
+    if (warp == 0 && is_first) kv_tiles.fetch_each(HopperGradientLoader<Config>{cta});
+    if (warp == 1) kv_tiles.template for_each<true>(HopperRowStatsLoader<Config>{cta});
     if constexpr (Config::wants_q) {
       if (warp >= 2 && is_first) {
         if constexpr (Cta::buffers_dq) {
-          HopperGradientAdder<Config> adder{cta, warp - 2};
-          kv_tiles.template for_each<false>([&] { adder.run(); });
+          kv_tiles.template for_each<false>(HopperGradientAdder<Config>{cta, warp - 2});
         } else {
           HopperSemaphoreWarp<Config>{cta, warp - 2}.run();
         }
@@ -80,14 +74,14 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
     ptx::setmaxnreg_inc<Config::consumer_registers>();
     if constexpr (!Config::wide) {
       if constexpr (Cta::dq_columns(0) == Cta::dq_columns(1)) {
-        HopperGradientConsumer<Config, Cta::dq_columns(0)> consumer(cta, warp / 4 - 1);
-        kv_tiles.template for_each<true>([&] { consumer.run(); });
+        using Consumer = HopperGradientConsumer<Config, Cta::dq_columns(0)>;
+        kv_tiles.template for_each<true>(Consumer(cta, warp / 4 - 1));
       } else if (warp / 4 == 1) {
-        HopperGradientConsumer<Config, Cta::dq_columns(0)> consumer(cta, 0);
-        kv_tiles.template for_each<true>([&] { consumer.run(); });
+        using Consumer = HopperGradientConsumer<Config, Cta::dq_columns(0)>;
+        kv_tiles.template for_each<true>(Consumer(cta, 0));
       } else {
-        HopperGradientConsumer<Config, Cta::dq_columns(1)> consumer(cta, 1);
-        kv_tiles.template for_each<true>([&] { consumer.run(); });
+        using Consumer = HopperGradientConsumer<Config, Cta::dq_columns(1)>;
+        kv_tiles.template for_each<true>(Consumer(cta, 1));
       }
     } else if (warp / 4 == 1) {
       HopperValueConsumer<Config>(cta, 0).run();

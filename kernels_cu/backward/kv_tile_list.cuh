@@ -11,8 +11,6 @@ struct alignas(16) ListedKvTile {
   int batch;
   int head;
   int first_head;  // first of the query heads of `head`
-
-  __device__ GradientTileCoord coord() const { return {begin, batch, head, 0, 0, 1}; }
 };
 
 // First query head of a CTA's KV tile, if it is fetched.
@@ -27,7 +25,7 @@ struct FirstHead<true> {
 // backward_common.py allocates both.
 template <class Config>
 struct KvTileList {
-  static constexpr int counter_bytes = 16;
+  static constexpr int counter_bytes = sizeof(ListedKvTile);  // as much as a KV tile
 
   const GradientParams& p;
 
@@ -42,20 +40,19 @@ struct KvTileList {
 
   // Called by all threads of the preprocess kernel.
   __device__ void write() const {
-    const int first = blockIdx.x * blockDim.x + threadIdx.x;
+    const int64 first = int64(blockIdx.x) * blockDim.x + threadIdx.x;
     if (first == 0) *p.counters = 0;
-    for (int number = first; number < count(); number += gridDim.x * blockDim.x) {
+    for (int64 number = first; number < count(); number += int64(gridDim.x) * blockDim.x) {
       const GradientTileCoord coord =
-          gradient_tile_coord<Config, Config::Bc, true, true>(p, number);
+          gradient_tile_coord<Config, Config::Bc, true, true>(p, int(number));
       tiles()[number] = {coord.begin, coord.batch, coord.head,
                          first_head_of_chunk<Config>(p, coord)};
     }
   }
 
-  // Returns the number of the next KV tile.
-  __device__ int fetch() const { return atomicAdd(p.counters, 1); }
-  // Returns a KV tile, or one that begins at -1 if there is no such tile.
-  __device__ ListedKvTile tile(int number) const {
+  // Fetches the next KV tile, or one that begins at -1 if there is none.
+  __device__ ListedKvTile fetch() const {
+    const int number = atomicAdd(p.counters, 1);
     if (number >= count()) return {-1, 0, 0, 0};
     return tiles()[number];
   }

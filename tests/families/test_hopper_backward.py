@@ -433,8 +433,9 @@ def test_thread_blocks_fetch_the_kv_tiles_of_few_queries() -> None:
     [
         (64, {"seqlen": 1025}),
         (64, {"seqlen": 513, "heads_kv": 10}),
+        (64, {"seqlen": 1, "heads": 180, "heads_kv": 20}),
         (64, {"causal": True}),
-        (64, {"seqlen_k": 1200}),
+        (64, {"seqlen_k": 1152}),
         (64, {"wrt": ("k", "v")}),
         (65, {}),
         (128, {}),

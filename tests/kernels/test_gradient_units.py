@@ -81,6 +81,10 @@ UNITS: list[tuple[str, str, str, int, int, dict[str, Any]]] = [
     ("mma", "sm_80", "bfloat16", 256, 8, {"mask_mod": DOCUMENTS}),
     ("mma", "sm_90", "bfloat16", 512, 8, {"mask_mod": DOCUMENTS}),
     ("mma", "sm_90", "float32", 64, 100, {"mask_mod": DOCUMENTS, "causal": True}),
+    # Thread blocks fetch KV tiles.
+    ("hopper", "sm_90", "bfloat16", 64, 176, {"batch": 50}),
+    ("hopper", "sm_90", "float16", 64, 176, {"batch": 50, "grad_dtype": "float32"}),
+    ("hopper", "sm_90", "bfloat16", 40, 256, {"batch": 50, "wrt": ("q",)}),
     # TMA loads the bias.
     ("hopper", "sm_90", "float16", 64, 24, {"bias": BIAS}),
     ("hopper", "sm_90", "float16", 64, 56, {"bias": BIAS, "causal": True}),
@@ -124,8 +128,10 @@ def test_a_unit_of_gradients_compiles(compile_pool: ProcessPoolExecutor, unit: A
     device = device_for_arch(arch)
     if device.arch not in known_architectures():
         pytest.skip(f"this NVRTC does not know {arch}")
+    options = dict(options)
+    batch = options.pop("batch", 1)
     q, k = (
-        np.empty((1, SEQLEN, heads, head_dim), DTYPES.get(dtype, dtype))
+        np.empty((batch, SEQLEN, heads, head_dim), DTYPES.get(dtype, dtype))
         for heads in (HEADS, HEADS_KV)
     )
     made = plan(flash_attention_backward, q=q, k=k, v=k, arch=arch, family=family, **options)

@@ -58,9 +58,9 @@ _STATE_REGISTERS = 24
 _OTHER_BARRIERS = 13
 # Number of barriers of two stages of k and v and of two fetched KV tiles. Size of these in bytes.
 _FETCH_BARRIERS, _FETCHED_BYTES = 2 * 3 + 2 * 2, 2 * 16
-# Largest number of query rows, of all query heads of a KV head, for which thread blocks fetch KV
+# Largest number of query tiles, of all query heads of a KV head, for which thread blocks fetch KV
 # tiles, and the smallest number of KV tiles.
-_FEW_QUERIES, _MANY_KV_TILES = 1024, 400
+_FEW_STEPS, _MANY_KV_TILES = 8, 400
 # Number of warps of a thread block that receive scores from its peer, and of barriers of each warp.
 _PEER_WARPS, _PEER_BARRIERS = 8, 2
 # Size in bytes of `HopperGradientBlockInfo`: a thread block's keys and its range of query tiles.
@@ -389,19 +389,20 @@ def _is_wide(problem: Problem) -> bool:
 def _has_few_queries(problem: Problem) -> bool:
     """Return whether KV tiles have so few queries that thread blocks should fetch many KV tiles.
 
-    On an H200, 40 heads with 448 queries and 8192 keys then take 256 instead of 297 us, and 512
-    heads with 512 queries and keys 266 instead of 283 us (head_dim 64). Kernels for wider heads
-    have no registers for it: 16 heads of 1024 queries took 716 instead of 646 us (head_dim 128).
+    On an H200, 40 heads with 448 queries and 8192 keys then take 243 instead of 296 us, and 512
+    heads with 512 queries and keys 252 instead of 281 us (head_dim 64). For wider heads, loops
+    spill: 16 heads of 1024 queries took 716 instead of 646 us (head_dim 128).
     """
-    rows = problem.heads_q // problem.heads_kv * problem.seqlen_q
-    kv_tiles = problem.batch * problem.heads_kv * (problem.seqlen_k // (2 * WARPGROUP_ROWS))
+    rows = 2 * WARPGROUP_ROWS
+    steps = problem.heads_q // problem.heads_kv * ceil_div(problem.seqlen_q, rows)
+    kv_tiles = problem.batch * problem.heads_kv * ceil_div(problem.seqlen_k, rows)
     return (
         problem.layout.is_dense
         and problem.score is None
         and problem.mask.is_full
         and max(_padded_dims(problem)) <= _BOX_COLUMNS
         and problem.gradient_spec.wants("q")
-        and 0 < rows <= _FEW_QUERIES
+        and 0 < steps <= _FEW_STEPS
         and kv_tiles >= _MANY_KV_TILES
     )
 

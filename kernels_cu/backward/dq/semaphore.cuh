@@ -3,9 +3,10 @@
 //
 // Each tile of sums has a semaphore, which holds the index of the CTA that may add next. That CTA
 // adds, and then increments the semaphore. A CTA waits only for CTAs of smaller blockIdx, which the
-// hardware starts first and runs to their end, so some CTA can always make progress. Waiting is
-// rare: CTAs of neighbouring blockIdx belong to different heads, and the CTAs of a head iterate
-// over its tiles in the same order, each one step after its predecessor.
+// hardware starts first and runs to their end, so some CTA can always make progress. CTAs that have
+// many KV tiles fetch them in the same order (hopper/kv_tiles.cuh). Waiting is rare: CTAs of
+// neighbouring blockIdx belong to different heads, and the CTAs of a head iterate over its tiles in
+// the same order, each one step after its predecessor.
 #pragma once
 
 #include "ptx/ordered_add.cuh"

@@ -122,8 +122,9 @@ struct HopperGradientConsumer : HopperGradientProducts<Config, DqColumns> {
     process_parts<0, Last>(step, is_masked);
   }
 
-  // Processes the parts of a tile from `Part` on. If the last tile has no queries in its second part,
-  // this part is skipped. Its rows of dS are then not written, and nothing reads its rows of dq.
+  // Processes the parts of a tile from `Part` on. If the last tile of all has no queries in its
+  // second part, this part is skipped. Its rows of dS are then those of an earlier tile, or were
+  // never written. They affect only the same rows of dq, which do not exist.
   template <int Part, bool Last>
   __device__ void process_parts(const Step& step, bool is_masked) {
     constexpr bool is_last = Part == parts - 1;

@@ -13,7 +13,8 @@
 //                       earlier_sums_full              write dq               sums_full
 //
 // For wide heads without a dq buffer (split_consumers.cuh), consumers add dq to memory, and two
-// lanes operate the semaphore instead of the adders.
+// lanes operate the semaphore instead of the adders. If a CTA has many KV tiles, there are more
+// barriers (kv_tiles.cuh).
 //
 // A tile may contain rows past the end of its sequence, which belong to other sequences or are
 // padding, and query rows that attend to no key. The load of such a tile arrives at a separate
@@ -173,7 +174,7 @@ struct HopperGradientCta {
   static constexpr int dim_v = Config::padded_dim_v;
 
   // Number of KV tiles of a cluster, and number of parts into which it divides the columns. A CTA
-  // has one KV tile and one part.
+  // has one KV tile at a time, and one part.
   static constexpr int kv_tiles = Config::pair;
   static constexpr int column_parts = Config::cta_ranks;
   static constexpr bool exchanges_ds = kv_tiles > 1;
@@ -229,10 +230,13 @@ struct HopperGradientCta {
   // Shared memory: k, the peer's k, v, the rings of q and dout, dS, the peer's dS, the dq sums, P
   // (for wide heads), the peer's scores, the ring of the bias, row statistics, visible pairs,
   // steps, fetched KV tiles, barriers and `HopperGradientBlockInfo`.
+  // Whether some queries may attend to only some of their sequence's keys.
+  static constexpr bool is_bounded = Config::causal || Config::modified;
   // A CTA that fetches KV tiles (kv_tiles.cuh) has two stages of k and v.
   static constexpr bool fetches_kv_tiles = Config::fetches_kv_tiles;
-  static_assert(!fetches_kv_tiles || (!wide && wants_q && !Config::has_seqlens && !inspects),
-                "adders and the row statistics warp are counted, and every KV tile has steps");
+  static_assert(!fetches_kv_tiles || !(wide || Config::has_seqlens || inspects || is_bounded ||
+                                       Config::splits_queries || !wants_q),
+                "KV tiles differ only in their coordinates, and each has steps of dq");
   static constexpr int kv_stages = fetches_kv_tiles ? 2 : 1;
   static constexpr int kv_stage_bytes = KeyTile::bytes + ValueTile::bytes;
   static constexpr int peer_keys_offset = KeyTile::bytes;
@@ -266,9 +270,8 @@ struct HopperGradientCta {
   static constexpr int step_bytes = Config::block_mask && !wide ? 8 : 0;
   // Fetched KV tiles.
   static constexpr int fetched_offset = steps_offset + Config::q_stages * step_bytes;
-  static constexpr int fetched_stages = 2;
   static constexpr int fetched_bytes =
-      fetches_kv_tiles ? fetched_stages * int(sizeof(ListedKvTile)) : 0;
+      fetches_kv_tiles ? kv_stages * int(sizeof(ListedKvTile)) : 0;
   static constexpr int barrier_offset = fetched_offset + fetched_bytes;
   static constexpr int ring_barriers = 2 * (Config::q_stages + Config::dout_stages);
   // Number of barriers: 3 of k and v, at most 6 of the dq sums or the semaphore, at most 4 of the
@@ -282,16 +285,13 @@ struct HopperGradientCta {
       ring_barriers + other_barriers + (inspects ? arrived_barriers : 0);
   static constexpr int first_bias_barrier = first_scores_barrier + 2 * peer_scores_warps;
   static constexpr int first_kv_barrier = first_bias_barrier + 2 * Config::bias_stages;
-  static constexpr int kv_barriers = fetches_kv_tiles ? 3 * kv_stages + 2 * fetched_stages : 0;
-  static constexpr int barriers = first_kv_barrier + kv_barriers;
+  static constexpr int barriers_of_kv_stage = fetches_kv_tiles ? 5 : 0;
+  static constexpr int barriers = first_kv_barrier + kv_stages * barriers_of_kv_stage;
   static constexpr int block_info_offset = barrier_offset + barriers * 8, block_info_bytes = 112;
   static_assert(sizeof(HopperGradientBlockInfo<Config>) <= block_info_bytes,
                 "fits in block_info_bytes");
   static_assert(block_info_offset + block_info_bytes == Config::shared_memory,
                 "as the host planned");
-
-  // Whether some queries may attend to only some of their sequence's keys.
-  static constexpr bool is_bounded = Config::causal || Config::modified;
 
   const GradientParams& p;
   const GradientMaps& maps;
@@ -472,16 +472,14 @@ struct HopperGradientCta {
   __device__ unsigned values_full() const {
     return fetches_kv_tiles ? kv_barrier(1) : barrier(ring_barriers + 2);
   }
-  // Barrier of the stage of k and v, with `fetches_kv_tiles`.
+  // Barriers of the current stage of k and v, with `fetches_kv_tiles`, and place of the KV tile
+  // that was fetched for this stage.
   __device__ unsigned kv_empty() const { return kv_barrier(2); }
-  // Barriers and place of a fetched KV tile.
-  __device__ unsigned fetched_full(int stage) const {
-    return barrier(first_kv_barrier + 3 * kv_stages + stage);
-  }
-  __device__ unsigned fetched_empty(int stage) const { return fetched_full(fetched_stages + stage); }
-  __device__ static ListedKvTile* fetched(int stage) {
+  __device__ unsigned fetched_full() const { return kv_barrier(3); }
+  __device__ unsigned fetched_empty() const { return kv_barrier(4); }
+  __device__ ListedKvTile* fetched() const {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
-    return reinterpret_cast<ListedKvTile*>(shared_memory + fetched_offset) + stage;
+    return reinterpret_cast<ListedKvTile*>(shared_memory + fetched_offset) + kv_ring.index;
   }
   // Barriers of the dq buffers, with `buffers_dq`. Each consumer has one buffer. Two lanes
   // (`HopperGradientAdder`) add it to memory in alternate steps, and each lane waits at a
@@ -534,15 +532,11 @@ struct HopperGradientCta {
       if (inspects) ptx::mbarrier_init(dout_arrived(stage), 1);
     }
     if constexpr (fetches_kv_tiles) {
-      for (KvRing ring; ring.phase == 0; ring.advance()) {
-        ptx::mbarrier_init(barrier(first_kv_barrier + 3 * ring.index), 1);
-        ptx::mbarrier_init(barrier(first_kv_barrier + 3 * ring.index + 1), 1);
-        ptx::mbarrier_init(barrier(first_kv_barrier + 3 * ring.index + 2), warps);
-      }
-      for (int stage = 0; stage < fetched_stages; ++stage) {
-        ptx::mbarrier_init(fetched_full(stage), 1);
-        // The warps of the consumers, the row statistics warp, and two adder lanes arrive.
-        ptx::mbarrier_init(fetched_empty(stage), warps + 3);
+      // Arrivals at `keys_full`, `values_full`, `kv_empty`, `fetched_full`, and, by consumer warps,
+      // the row statistics warp and two adder lanes, at `fetched_empty`.
+      constexpr int arrivals[barriers_of_kv_stage] = {1, 1, warps, 1, warps + 3};
+      for (int i = 0; i < kv_stages * barriers_of_kv_stage; ++i) {
+        ptx::mbarrier_init(barrier(first_kv_barrier + i), arrivals[i % barriers_of_kv_stage]);
       }
     } else {
       ptx::mbarrier_init(keys_full(), kv_tiles);
@@ -592,7 +586,7 @@ struct HopperGradientCta {
     return kv_stages > 1 ? kv_ring.index * kv_stage_bytes : 0;
   }
   __device__ unsigned kv_barrier(int index) const {
-    return barrier(first_kv_barrier + 3 * kv_ring.index + index);
+    return barrier(first_kv_barrier + barriers_of_kv_stage * kv_ring.index + index);
   }
   __device__ bool sees_no_key(int row) const {
     return mask.visible_begin(row) >= mask.visible_end(row);

@@ -23,7 +23,7 @@ struct HopperGradientLoader {
   PipelineState<Config::dout_stages> dout_ring = {};
   PipelineState<Cta::streams_bias ? Config::bias_stages : 1> bias_ring = {};
 
-  __device__ void load_all() {
+  __device__ void run() {
     const Sequence& sequence = cta.sequence;
     if constexpr (Cta::fetches_kv_tiles) {
       ptx::mbarrier_wait(cta.kv_empty(), cta.kv_ring.phase ^ 1);
@@ -145,7 +145,7 @@ struct HopperRowStatsLoader {
   PipelineState<Config::q_stages> q_ring = {};
   PipelineState<Config::dout_stages> dout_ring = {};
 
-  __device__ void load_all() {
+  __device__ void run() {
     if (cta.inspects_keys()) {
       clear_tail<typename Cta::KeyTile>(cta.keys_arrived(), 0, cta.keys_address(),
                                         cta.sequence.seqlen_k - cta.coord.begin);
@@ -238,8 +238,8 @@ struct HopperGradientAdder {
 
   const Cta& cta;
   const int lane_index;
-  int phase = 0;
   int index = 0;
+  int phase = 0;
 
   __device__ void run() {
     for (Step step = cta.first_step();; step = cta.next_step(step)) {

@@ -89,8 +89,8 @@ struct HopperGradientProducts {
         scale_log2(signed_scale<Config, double>(cta.p) * SoftmaxMath<double>::log2_e) {}
 
   // Returns the first of the lane's two keys in the CTA's KV tile. The second is `lane_key()` + 8.
-  __device__ int lane_key(unsigned thread = threadIdx.x) const {
-    return consumer_key() + thread / 32 % 4 * 16 + thread % 32 / 4;
+  __device__ int lane_key() const {
+    return consumer_key() + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
   }
 
   // Returns the first of the consumer's keys in the KV tile.
@@ -618,9 +618,7 @@ struct HopperGradientProducts {
     const int first_column = Cta::column_part() * Tile::columns;
     Gradient* output = tensor.head<Gradient>(cta.sequence.k_batch, cta.coord.head) +
                        (int64(cta.sequence.k_first) + first) * tensor.row_stride + first_column;
-    // If a CTA has many KV tiles, the compiler must not compute addresses once for all of them.
-    const unsigned thread = Cta::fetches_kv_tiles ? ptx::opaque(threadIdx.x) : threadIdx.x;
-    const int lane_row = lane_key(thread) - consumer_key();
+    const int lane_row = lane_key() - consumer_key();
     const unsigned rows = consumer_rows<Tile>(tile);
 #pragma unroll
     for (int part = 0; part < parts; ++part) {
@@ -631,13 +629,13 @@ struct HopperGradientProducts {
         const int row = lane_row + 8 * half;
 #pragma unroll
         for (int j = 0; j < column_tiles; ++j) {
-          store_two<Tile>(rows, row, j, thread, accumulators + 4 * (part * column_tiles + j) + 2 * half);
+          store_two<Tile>(rows, row, j, accumulators + 4 * (part * column_tiles + j) + 2 * half);
         }
       }
       Cta::sync_consumer(consumer);
       constexpr int chunks = column_tiles * parts, columns_of_chunk = 16 / sizeof(Gradient);
 #pragma unroll 4
-      for (int index = thread % 128; index < 64 * chunks; index += 128) {
+      for (int index = threadIdx.x % 128; index < 64 * chunks; index += 128) {
         const int row = index / chunks, chunk = index % chunks;
         if (row >= left) break;
         unsigned bits[4];
@@ -654,16 +652,15 @@ struct HopperGradientProducts {
 
   // Stores two columns of the 8-column group `eight`: a chunk of 16 bytes per row, two if float32.
   template <class Tile>
-  __device__ static void store_two(unsigned rows, int row, int eight, unsigned thread,
-                                   const float* two) {
+  __device__ static void store_two(unsigned rows, int row, int eight, const float* two) {
     const unsigned row_address = rows + row * Tile::box_row_bytes;
     if constexpr (sizeof(Gradient) == sizeof(Element)) {
       ptx::st_shared(
-          row_address + thread % 4 * 4 + Tile::chunk_offset(row, eight / 2 * 2, eight % 2),
+          row_address + threadIdx.x % 4 * 4 + Tile::chunk_offset(row, eight / 2 * 2, eight % 2),
           pack<Element>(two[0], two[1]));
     } else {
-      const unsigned address = row_address + thread % 2 * 8 +
-                               Tile::chunk_offset(row, 2 * eight, thread % 4 / 2);
+      const unsigned address = row_address + threadIdx.x % 2 * 8 +
+                               Tile::chunk_offset(row, 2 * eight, threadIdx.x % 4 / 2);
       ptx::st_shared(address, __float_as_uint(two[0]));
       ptx::st_shared(address + 4, __float_as_uint(two[1]));
     }

@@ -13,6 +13,7 @@ from support.gpu.gpu_support import current_device
 from support.gradients.gradient_calls import KINDS, ROWS, GradientCall, random_gradient_call
 from support.gradients.gradient_rule import check_gradients
 
+import cupy_flash
 from cupy_flash import UnsupportedError
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.families import FAMILIES
@@ -288,10 +289,24 @@ def test_many_thread_blocks_of_mma_give_the_same_bits(
             np.testing.assert_array_equal(gradient.view(np.uint8), found[name].view(np.uint8))
 
 
-@pytest.mark.parametrize("grad_dtype", [None, "float32"])
+def fetches_kv_tiles(call: GradientCall) -> bool:
+    """Return whether thread blocks fetch the KV tiles of a call from a list."""
+    q, k, v = (call.forward.arrays[name] for name in ROWS)
+    backward = cupy_flash.flash_attention_backward
+    plan = cupy_flash.plan(backward, q=q, k=k, v=v, arch="sm_90", wrt=call.wrt or ROWS)
+    return "counters" in plan.schedule.workspace_offsets
+
+
+@pytest.mark.parametrize(
+    ("grad_dtype", "wrt"),
+    [(None, None), ("float32", None), (None, ("q",)), (None, ("q", "k")), ("float32", ("q", "v"))],
+    ids=str,
+)
 @pytest.mark.parametrize("head_dims", [(64, 64), (40, 64), (64, 24)], ids=str)
 @pytest.mark.parametrize(
-    ("batch", "heads", "keys"), [(8, (50, 50), (129, 256)), (4, (20, 10), (1290, 1400))], ids=str
+    ("batch", "heads", "keys"),
+    [(9, (50, 50), (128, 129)), (9, (50, 50), (129, 256)), (4, (22, 11), (1290, 1400))],
+    ids=str,
 )
 def test_thread_blocks_process_many_kv_tiles_of_few_queries(
     rng: np.random.Generator,
@@ -300,32 +315,44 @@ def test_thread_blocks_process_many_kv_tiles_of_few_queries(
     keys: tuple[int, int],
     head_dims: tuple[int, int],
     grad_dtype: str | None,
+    wrt: tuple[str, ...] | None,
 ) -> None:
     """Thread blocks fetch the KV tiles of the whole batch, but not those of one sequence.
 
-    There are one to three query tiles, of which the last one is partial or half empty.
+    The last of one to three query tiles is partial or half empty. The first sequence is NaN in some
+    of its rows, which concerns no other sequence.
     """
+    if current_device().arch != 90:
+        pytest.skip("only the Hopper kernel fetches KV tiles")
     dim, dim_v = head_dims
     seqlen_k = int(rng.integers(*keys))
-    for rows in (*(int(x) for x in rng.integers(1, 320, 3)), 64, 192):
+    for rows in (*(int(x) for x in rng.integers(1, 384, 2)), 64, 192, 257, 320):
         shapes = {"q": (batch, rows, heads[0], dim), "k": (batch, seqlen_k, heads[1], dim)}
         shapes |= {"v": (*shapes["k"][:3], dim_v), "dout": (*shapes["q"][:3], dim_v)}
         arrays = {n: rng.standard_normal(x).astype(DTYPES["bfloat16"]) for n, x in shapes.items()}
+        for name, array in arrays.items():
+            if name != "v":
+                array[0, rng.integers(array.shape[1])] = np.nan
 
         def call_of(first: int, last: int, arrays: dict[str, Any] = arrays) -> GradientCall:
             some = {name: x[first:last] for name, x in arrays.items()}
             dout = some.pop("dout")
             modified = ModifiedCall("dense", "bfloat16", some, {})
-            return GradientCall(modified, dout, grad_dtype=grad_dtype)
+            return GradientCall(modified, dout, wrt=wrt, grad_dtype=grad_dtype)
 
-        found = call_of(0, batch).run(cupy)
-        check_gradients(call_of(0, 1), {name: x[:1] for name, x in found.items()})
+        whole = call_of(0, batch)
+        assert fetches_kv_tiles(whole)
+        assert not fetches_kv_tiles(call_of(0, 1))
+        found = whole.run(cupy)
+        for index in (1, batch - 1):
+            of_one = {name: x[index : index + 1] for name, x in found.items()}
+            check_gradients(call_of(index, index + 1), of_one)
         # A call of one sequence adds the query heads of a KV head in another order.
-        same = ("dq", "dk", "dv") if heads[0] == heads[1] else ("dq",)
-        for index in range(batch):
+        same = tuple(found) if heads[0] == heads[1] else ("dq",)
+        for index in range(1, batch):
             alone = call_of(index, index + 1).run(cupy)
-            for name in same:
+            for name in set(same) & set(found):
                 part = found[name][index : index + 1]
                 np.testing.assert_array_equal(part.view(np.uint8), alone[name].view(np.uint8))
-        for name, gradient in call_of(0, batch).run(cupy).items():
+        for name, gradient in whole.run(cupy).items():
             np.testing.assert_array_equal(gradient.view(np.uint8), found[name].view(np.uint8))

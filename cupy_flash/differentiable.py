@@ -85,9 +85,7 @@ class DifferentiableCall(NamedTuple):
 
     def backward_options(self, wrt: tuple[str, ...]) -> Options:
         """Return the options of the backward call for the gradients of the inputs in `wrt`."""
-        return self.options._replace(
-            wrt=wrt, family=None, tile=None, num_splits=0, batch_invariant=False
-        )
+        return _backward_options(self.options, wrt)
 
     @property
     def functions(self) -> tuple[Modification, ...]:
@@ -185,6 +183,12 @@ class DifferentiableCall(NamedTuple):
             if any(score_mod.tensors.get(name) is not array for name, array in captures.items()):
                 result["score_mod"] = score_mod.with_arrays(lambda name, x: captures.get(name, x))
         return result
+
+
+# Creating the record takes 2 us, and few different ones occur.
+@functools.lru_cache
+def _backward_options(options: Options, wrt: tuple[str, ...]) -> Options:
+    return options._replace(wrt=wrt, family=None, tile=None, num_splits=0, batch_invariant=False)
 
 
 def _captures(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -173,10 +173,8 @@ def test_numpy_arrays_are_copied_for_the_backward_pass_only() -> None:
     place = lengths.ctypes.data
 
     def places(given: Any, **options: Any) -> list[int]:
-        *_, captures, _handles, _integers, _reals, _window, _softcap = packed(
-            given, x, 2, **options
-        )
-        return [c.data_ptr() for c in captures]
+        tensors, *_ = packed(given, x, 2, **options)
+        return [c.data_ptr() for c in tensors]
 
     assert places(mask) != [place]
     assert places(mask, has_gradient=False) == [place]

@@ -86,7 +86,7 @@ def _record(
 
 
 # Comparing the objects that PyTorch returns for keys takes 2 us.
-@functools.cache
+@functools.lru_cache
 def _is_unobserved(keys: int) -> bool:
     """Return whether nothing observes a call with this set of keys between autograd and a device.
 

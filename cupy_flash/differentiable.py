@@ -85,9 +85,7 @@ class DifferentiableCall(NamedTuple):
 
     def backward_options(self, wrt: tuple[str, ...]) -> Options:
         """Return the options of the backward call for the gradients of the inputs in `wrt`."""
-        return self.options._replace(
-            wrt=wrt, family=None, tile=None, num_splits=0, batch_invariant=False
-        )
+        return _backward_options(self.options, wrt)
 
     @property
     def functions(self) -> tuple[Modification, ...]:
@@ -187,6 +185,12 @@ class DifferentiableCall(NamedTuple):
         return result
 
 
+# Creating the record takes 2 us, and few different ones occur.
+@functools.lru_cache
+def _backward_options(options: Options, wrt: tuple[str, ...]) -> Options:
+    return options._replace(wrt=wrt, family=None, tile=None, num_splits=0, batch_invariant=False)
+
+
 def _captures(names: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of the captures among the names of differentiable inputs."""
     return tuple(name.removeprefix(OF_MOD) for name in names if name.startswith(OF_MOD))
@@ -228,12 +232,39 @@ def varlen_call(
     modifications: Mapping[str, Any],
 ) -> tuple[DifferentiableCall, tuple[Any, ...]]:
     """Return a `flash_attention_varlen` call, and its differentiable inputs after q, k and v."""
-    options = Options(
+    lengths = cu_seqlens_q, cu_seqlens_k, seqused_k
+    # As for dense calls, what does not depend on arrays is cached for calls without modifications.
+    if (
+        not modifications
+        and causal.__class__ is bool
+        and max_seqlen_q.__class__ is int
+        and max_seqlen_k.__class__ is int
+        and softmax_scale.__class__ in _PLAIN
+    ):
+        call = _plain_varlen_call(max_seqlen_q, max_seqlen_k, causal, softmax_scale)
+        by_name = dict(zip(_LENGTHS, lengths, strict=True))
+        constants = {name: array for name, array in by_name.items() if array is not None}
+        following = _following_arrays(call.options, by_name)
+        return call._replace(lengths=lengths, constants=constants, following_arrays=following), ()
+    options = _varlen_options(max_seqlen_q, max_seqlen_k, causal, softmax_scale)
+    return _call(options, lengths, modifications)
+
+
+@functools.lru_cache(typed=True)
+def _plain_varlen_call(*options: Any) -> DifferentiableCall:
+    """Return a packed call without modifications and lengths that has these options."""
+    call, _ = _call(_varlen_options(*options), _NO_LENGTHS, {})
+    return call
+
+
+def _varlen_options(
+    max_seqlen_q: int, max_seqlen_k: int, causal: bool, softmax_scale: float | None
+) -> Options:
+    return Options(
         *("varlen", causal, softmax_scale, True),
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
     )
-    return _call(options, (cu_seqlens_q, cu_seqlens_k, seqused_k), modifications)
 
 
 def _call(

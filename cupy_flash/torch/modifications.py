@@ -6,7 +6,7 @@ its `Template`, and its captures, which may be inputs of the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,21 +20,19 @@ from cupy_flash.mods.trace.traced import Traced
 from cupy_flash.problem.gradient import OF_MOD
 from cupy_flash.torch.graphs import is_number
 
-# Arguments of an operator that describe modifications, in the order of `packed`. Handles are those
-# of score_mod and mask_mod, or empty. The captures of score_mod precede those of mask_mod.
-SCHEMA = (
-    "Tensor? bias, Tensor? sinks, Tensor? alibi_slopes, Tensor?[] arrays, Tensor[] captures, "
-    "str[] handles, SymInt[] integers, float[] reals, SymInt[] window, float? softcap"
-)
-COUNT = SCHEMA.count(",") + 1
-# Arrays of modifications that have gradients, in the order of the schema, and those of `arrays`.
+# Arrays of modifications that have gradients.
 DIFFERENTIABLE = (*WITH_GRADIENT, "alibi_slopes")
-OTHER_ARRAYS = tuple(name for name in ARRAYS if name not in DIFFERENTIABLE)
-
-
+# Arguments of an operator that describe modifications, in the order of `packed`: the names of those
+# that are given, followed by the handle if it is a function, and lists of what belongs to them, in
+# the same order. `tensors` are arrays and captured ones, `integers` bounds of windows and captured
+# ones, and `reals` softcaps and captured ones. All are None in a call without modifications.
+# PyTorch passes these few arguments in half the time of an argument for each modification. They
+# have no default values, because generated code passes those as keywords, which takes longer.
+SCHEMA = "Tensor[]? tensors, str[]? modifications, SymInt[]? integers, float[]? reals"
+COUNT = SCHEMA.count(",") + 1
 _NO_WINDOW = (-1, -1)
-# Prefixes of the names of captures among all inputs of a call, in the order of `MODS`.
-_PREFIXES = (OF_MOD, "mask_mod.")
+# Prefixes of the names of captures among all inputs of a call.
+_PREFIXES = dict(zip(MODS, (OF_MOD, "mask_mod."), strict=True))
 
 
 def fits_graph(modifications: Mapping[str, Any]) -> bool:
@@ -89,69 +87,77 @@ def packed(
         if has_gradient and torch.is_grad_enabled()
         else _unchanged
     )
-    captures: list[Tensor] = []
-    handles: list[str] = []
+    packed_tensors: list[Tensor] = []
+    names: list[str] = []
     integers: list[int] = []
     reals: list[float] = []
+    for name in ARRAYS:
+        array = _as_tensor(name, modifications.get(name), q, heads)
+        if array is not None:
+            names.append(name)
+            packed_tensors.append(array)
+    window, softcap = modifications.get("window_size"), modifications.get("softcap")
+    if window is not None and window != -1:
+        names.append("window_size")
+        # -1 stands for a missing bound.
+        integers += [-1 if x is None else x for x in window]
+    if softcap is not None:
+        names.append("softcap")
+        reals.append(softcap)
     for name in MODS:
         mod = modifications.get(name)
         if mod is None:
-            handles.append("")
             continue
         template, given, tensors = mod.template, mod.captures, mod.tensors
-        handles.append(template.handle)
-        captures += [
+        names.append(f"{name} {template.handle}")
+        packed_tensors += [
             tensors[x] if x in tensors else as_capture(torch.as_tensor(given[x]))
             for x in template.arrays
         ]
         integers += [int(given[x]) for x in template.integers]
         reals += [given[x] for x in template.reals]
-    window = modifications.get("window_size")
-    if window is None or window == -1:
-        window = (None, None)
-    first, others = (
-        [_as_tensor(name, modifications.get(name), q, heads) for name in names]
-        for names in (DIFFERENTIABLE, OTHER_ARRAYS)
-    )
-    # -1 stands for a missing bound.
-    bounds = [-1 if x is None else x for x in window]
-    softcap = modifications.get("softcap")
-    return *first, others, captures, handles, integers, reals, bounds, softcap
+    return tuple(x if len(x) else None for x in (packed_tensors, names, integers, reals))
 
 
-def unpacked(*values: Any) -> dict[str, Any]:
+def unpacked(tensors: Any, names: Any, integers: Any, reals: Any) -> dict[str, Any]:
     """Return modifications by name, given the arguments that `packed` returned."""
-    *first, arrays, captures, handles, integers, reals, window, softcap = values
-    # Absent modifications are left out: calls without any are faster.
-    named = zip((*DIFFERENTIABLE, *OTHER_ARRAYS), (*first, *arrays), strict=True)
-    result = {name: x for name, x in named if x is not None}
-    if softcap is not None:
-        result["softcap"] = softcap
-    if tuple(window) != _NO_WINDOW:
-        result["window_size"] = tuple(window)
-    captured = iter(captures), iter(integers), iter(reals)
-    for name, handle in zip(MODS, handles, strict=True):
+    if names is None:
+        return {}
+    arrays, whole, real = iter(tensors or ()), iter(integers or ()), iter(reals or ())
+    result: dict[str, Any] = {}
+    for name, handle in _named(names):
         if handle:
-            result[name] = _modification(handle, *captured)
+            result[name] = _modification(handle, arrays, whole, real)
+        elif name == "softcap":
+            result[name] = next(real)
+        elif name != "window_size":
+            result[name] = next(arrays)
+        elif (window := (next(whole), next(whole))) != _NO_WINDOW:
+            result[name] = window
     return result
 
 
-def tensor_names(*values: Any) -> tuple[Any, ...]:
-    """Return the arguments that `packed` returned, with the names of tensors instead of tensors."""
-    *_, captures, handles, integers, reals, window, softcap = values
-    names: list[str] = []
-    for prefix, handle in zip(_PREFIXES, handles, strict=True):
+def tensor_names(_tensors: Any, names: Any, *_others: Any) -> list[str]:
+    """Return the names of the tensors, given the arguments that `packed` returned."""
+    result: list[str] = []
+    for name, handle in _named(names):
         if handle:
-            names += [prefix + name for name in template_of(handle).arrays]
-    assert len(names) == len(captures)
-    others = handles, integers, reals, window, softcap
-    return *DIFFERENTIABLE, list(OTHER_ARRAYS), names, *others
+            result += [_PREFIXES[name] + x for x in template_of(handle).arrays]
+        elif name in ARRAYS:
+            result.append(name)
+    return result
 
 
-def templates(*values: Any) -> list[Template]:
+def templates(_tensors: Any, names: Any, *_others: Any) -> list[Template]:
     """Return the templates of the user's functions, given the arguments that `packed` returned."""
-    *_, handles, _integers, _reals, _window, _softcap = values
-    return [template_of(handle) for handle in handles if handle]
+    return [template_of(handle) for _, handle in _named(names) if handle]
+
+
+def _named(names: Sequence[str] | None) -> Iterator[tuple[str, str]]:
+    """Yield the name of each modification, and the handle of a function or an empty string."""
+    for text in names or ():
+        name, _, handle = text.partition(" ")
+        yield name, handle
 
 
 def keep_templates(*values: Any) -> None:

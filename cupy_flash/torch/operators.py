@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from torch._library.autograd import Info, make_autograd_impl
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from cupy_flash.arrays.torch_arrays import NO_FORWARD_MODE, has_tangent, in_forward_mode
+from cupy_flash.calls.arguments import in_field_order
 from cupy_flash.calls.gpu import torch_autograd
 from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
 from cupy_flash.problem.gradient import ROWS
@@ -24,15 +26,14 @@ OPERATORS = _Library("cupy_flash", "FRAGMENT")
 _DEVICES = ("CPU", "CUDA")
 _BACKENDS = tuple(getattr(torch._C.DispatchKey, device) for device in _DEVICES)
 
-# Number of the first arguments that may have gradients: q, k, v, and modifications.
-_FIRST = len(ROWS) + len(mods.DIFFERENTIABLE)
-# Arguments of operators after the modifications, and of those of gradients before q.
+# Arguments of operators after the modifications, and of those of gradients before q. `wrt` names
+# the inputs whose gradients are computed, which are q, k and v if it is None.
 DENSE_SCHEMA = "bool causal, float? softmax_scale, SymInt? q_offset, str layout"
 VARLEN_SCHEMA = (
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
     "Tensor? seqused_k, bool causal, float? softmax_scale"
 )
-RESULTS = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse, str[] wrt"
+RESULTS = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse, str[]? wrt"
 LEADING = RESULTS.count(",") + 1
 
 
@@ -74,16 +75,25 @@ def _record(
     def kernel(keyset: Any, *values: Any) -> Any:
         if refuse_tangents is not None and in_forward_mode():
             refuse_tangents(values)
-        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*values)):
-            below = keyset & torch._C._after_ADInplaceOrView_keyset
-            if below.highestPriorityTypeId() in _BACKENDS:
-                # No mode observes the call. A second call of PyTorch's dispatcher would take
-                # longer than all that `run` does besides attention.
-                with torch._C._AutoDispatchBelowAutograd():
-                    return run(*values)
+        is_recorded = torch.is_grad_enabled() and torch._C._any_requires_grad(*values)
+        if not is_recorded and _is_unobserved(keyset.raw_repr()):
+            # A second call of PyTorch's dispatcher would take longer than all that `run` does
+            # besides attention.
+            return run(*values)
         return recording(keyset, *values)
 
     OPERATORS.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+# Comparing the objects that PyTorch returns for keys takes 2 us.
+@functools.lru_cache
+def _is_unobserved(keys: int) -> bool:
+    """Return whether nothing observes a call with this set of keys between autograd and a device.
+
+    Modes, transforms and subclasses of tensors do.
+    """
+    below = torch._C.DispatchKeySet.from_raw_repr(keys) & torch._C._after_ADInplaceOrView_keyset
+    return below.highestPriorityTypeId() in _BACKENDS
 
 
 class _Operator(NamedTuple):
@@ -151,22 +161,29 @@ class _Operator(NamedTuple):
         return out, q.new_empty(self.lse_shape(q, *rest[mods.COUNT :]), dtype=accumulator)
 
     def gradients(
-        self, dout: Any, dlse: Any, out: Any, lse: Any, wrt: list[str], *values: Any
+        self, dout: Any, dlse: Any, out: Any, lse: Any, wrt: Sequence[str] | None, *values: Any
     ) -> list[Any]:
         """Return the gradients of the inputs in `wrt`."""
         call, inputs = self._call(values)
-        call, more = call.with_inputs(lambda name, _: name in wrt)
-        needed = tuple(name in wrt for name in call.names)
-        made = pull_back(call, (*inputs, *more), (out, lse), (dout, dlse), needed)
-        result = dict(zip(call.names, made, strict=True))
-        return [result[name] for name in wrt]
+        names = ROWS if wrt is None else tuple(wrt)
+        if call.following_arrays is not None:
+            arrays = in_field_order(inputs, (out, lse), (dout, dlse), call.lengths)
+            made = torch_autograd.run_gradients(arrays, call.backward_options(names))
+            if made is not None:
+                return made
+        call, more = call.with_inputs(lambda name, _: name in names)
+        needed = tuple(name in names for name in call.names)
+        of_inputs = pull_back(call, (*inputs, *more), (out, lse), (dout, dlse), needed)
+        result = dict(zip(call.names, of_inputs, strict=True))
+        return [result[name] for name in names]
 
     def gradients_fake(
-        self, dout: Any, dlse: Any, out: Any, lse: Any, wrt: list[str], *values: Any
+        self, dout: Any, dlse: Any, out: Any, lse: Any, wrt: Sequence[str] | None, *values: Any
     ) -> list[Any]:
         """Return empty tensors with the shapes of these gradients."""
-        inputs = dict(zip(_inputs(_names(values)), _inputs(values), strict=True))
-        return [inputs[name].new_empty(inputs[name].shape) for name in wrt]
+        inputs = _inputs(_names(values), values)
+        names = ROWS if wrt is None else wrt
+        return [inputs[name].new_empty(inputs[name].shape) for name in names]
 
     def run_mapped(self, info: Any, axes: Any, *values: Any) -> Any:
         """Compute attention for each element of an axis."""
@@ -176,6 +193,7 @@ class _Operator(NamedTuple):
         """Compute the gradients for each element of an axis."""
         wrt = values[LEADING - 1]
         names = (*("dout", "dlse", "out", "lse"), wrt, *_names(values[LEADING:]))
+        wrt = ROWS if wrt is None else wrt
         return self._mapped(f"{self.name}_gradients", LEADING, info, axes, names, values, wrt)
 
     def _mapped(
@@ -202,16 +220,19 @@ class _Operator(NamedTuple):
         values = tree_unflatten(leaves, ctx.structure)
         names = _names(values)
         # A list of tensors has a list of bools.
-        needed = dict(zip(_inputs(names), _inputs(ctx.needs_input_grad), strict=True))
+        needed = _inputs(names, ctx.needs_input_grad)
         wrt = [name for name, is_needed in needed.items() if is_needed]
         if dout is None:
             dout = torch.zeros_like(out)
         operator = getattr(torch.ops.cupy_flash, f"{self.name}_gradients")
-        new = dict(zip(wrt, operator(dout, dlse, out, lse, wrt, *values), strict=True))
-        of_first = [new.get(name) for name in names[:_FIRST]]
-        of_captures = [new.get(name) for name in names[_FIRST + 1]]
-        of_others = map(_no_gradient, values[_FIRST + 2 :])
-        return *of_first, _no_gradient(values[_FIRST]), of_captures, *of_others
+        given = None if tuple(wrt) == ROWS else wrt
+        new = dict(zip(wrt, operator(dout, dlse, out, lse, given, *values), strict=True))
+        of_tensors = names[len(ROWS)]
+        return (
+            *(new.get(name) for name in ROWS),
+            None if of_tensors is None else [new.get(name) for name in of_tensors],
+            *map(_no_gradient, values[len(ROWS) + 1 :]),
+        )
 
 
 # Placeholder in `ctx.leaves` for a tensor that autograd has saved.
@@ -237,13 +258,18 @@ def _refuse_tangents(values: Sequence[Any]) -> None:
 
 def _names(values: Sequence[Any]) -> tuple[Any, ...]:
     """Return the arguments of an operator, with the names of tensors instead of tensors."""
-    modifications = mods.tensor_names(*values[len(ROWS) : len(ROWS) + mods.COUNT])
-    return *ROWS, *modifications, *values[len(ROWS) + mods.COUNT :]
+    tensors, *others = values[len(ROWS) : len(ROWS) + mods.COUNT]
+    names = None if tensors is None else mods.tensor_names(tensors, *others)
+    return *ROWS, names, *others, *values[len(ROWS) + mods.COUNT :]
 
 
-def _inputs(values: Sequence[Any]) -> list[Any]:
-    """Return those of the arguments of an operator that may have gradients: also captures."""
-    return [*values[:_FIRST], *values[_FIRST + 1]]
+def _inputs(names: Sequence[Any], values: Sequence[Any]) -> dict[str, Any]:
+    """Return q, k, v and the tensors of modifications by name, given arguments and `_names`."""
+    first = len(ROWS)
+    result = dict(zip(ROWS, values[:first], strict=True))
+    if names[first] is not None:
+        result |= zip(names[first], values[first], strict=True)
+    return result
 
 
 def _no_gradient(value: Any) -> Any:

@@ -21,10 +21,11 @@ from cupy_flash import (
 )
 from cupy_flash.arrays import torch_arrays
 from cupy_flash.calls import dispatch
-from cupy_flash.calls.arguments import Arguments
+from cupy_flash.calls.arguments import Arguments, in_field_order
 from cupy_flash.calls.gpu import forward as gpu_forward
 from cupy_flash.calls.gpu import prepared_calls, torch_autograd
 from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
+from cupy_flash.problem.gradient import ROWS
 from cupy_flash.reference import rows
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64", "uint8")
@@ -408,9 +409,16 @@ def test_a_repeated_call_and_its_gradients_launch_what_plain_ones_do(gpu, kind, 
     out, lse = results
     dout = Tensor(gpu, out.shape, "float16")
     dlse = Tensor(gpu, lse.shape, "float32") if has_dlse else None
+    in_order = in_field_order(inputs, results, (dout, dlse), call.lengths)
+    backward_options = call.backward_options(tuple(wrt))
+    assert torch_autograd.run_gradients(in_order, backward_options) is None
     whole = {"causal": True, "dlse": dlse, "wrt": tuple(wrt), **options}
     backward(dout, *inputs, out, lse, **whole)
     _, expected = structs_of(gpu, backward, dout, *inputs, out, lse, **whole)
+    for _ in range(2):
+        new, launched = structs_of(gpu, torch_autograd.run_gradients, in_order, backward_options)
+        assert launched == expected
+        assert [x.shape for x in new] == [inputs["qkv".index(name)].shape for name in wrt]
     needed = tuple(name in wrt for name in "qkv")
     saved = (*inputs, *results, *constants)
     for _ in range(3):
@@ -444,10 +452,17 @@ def test_what_is_not_as_recorded_is_left_to_the_usual_way(gpu):
     assert gradients((sparser, *saved[1:])) is None
     assert gradients(saved, None) is None
     assert gradients(saved, gpu.array(*results[0].shape)) is None
+    in_order = in_field_order(inputs, results, (dout, None), call.lengths)
+    options = call.backward_options(ROWS)
+    call.pull_back(inputs, results, (dout, None), ROWS)
+    assert torch_autograd.run_gradients(in_order, options) is not None
     gpu.device = 1
     assert gradients(saved) is None
+    assert torch_autograd.run_gradients(in_order, options) is None
     q.is_cuda = False
     assert torch_autograd.run(arrays, call.options) is None
+    gpu.device = 0
+    assert torch_autograd.run_gradients(in_order, options) is None
 
 
 @pytest.mark.parametrize("kind", ["dense", "varlen"])
@@ -464,7 +479,9 @@ def test_both_passes_of_autograd_run_on_the_stream_of_torch(gpu, kind):
     for _ in range(2):
         new = torch_autograd.gradients(record, saved, dout, None, (True, True, True))
         assert all(gradient is not None for gradient in new)
-    assert len(gpu.streams) >= 3
+    in_order = in_field_order(inputs, results, (dout, None), call.lengths)
+    assert torch_autograd.run_gradients(in_order, call.backward_options(ROWS)) is not None
+    assert len(gpu.streams) >= 4
     assert set(gpu.streams) == {THEIRS}
     # CuPy's own stream neither waits nor changes.
     assert gpu.order == []

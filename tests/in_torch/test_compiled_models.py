@@ -21,6 +21,7 @@ ct = pytest.importorskip("cupy_flash.torch")
 from support.in_torch.model import Model, prepared, random_documents, step  # noqa: E402
 
 from cupy_flash.torch.modifications import packed  # noqa: E402
+from cupy_flash.torch.operators import ATTENTION  # noqa: E402
 
 # Of the float64 results of four layers, of order 1, which other orders of summation round anew.
 TOLERANCE = {"rtol": 0, "atol": 1e-11}
@@ -165,6 +166,30 @@ def test_the_backward_pass_reads_what_a_numpy_array_held(how: str) -> None:
     assert not is_compiled or function.graphs == 1
 
 
+def test_operators_of_plain_calls_have_few_arguments_and_no_lists() -> None:
+    """Each argument costs host time, and lists cost most."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    found: list[Any] = []
+
+    def compiler(graph: Any, _: Any) -> Any:
+        operators = (ATTENTION, torch.ops.cupy_flash.attention_gradients.default)
+        found.extend(node for node in graph.graph.nodes if node.target in operators)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
+    function = functools.partial(ct.flash_attention, causal=True)
+    q, k, v = (torch.randn(2, 9, 2, 8, requires_grad=True) for _ in range(3))
+    out = torch.compile(function, backend=backend, fullgraph=True)(q, k, v)
+    torch.autograd.grad(out.sum(), (q, k, v))
+    # Those of the forward pass, and in addition dout, dlse, out, lse and the names of gradients.
+    assert [len(node.args) for node in found] == [11, 11 + 5]
+    for node in found:
+        assert not node.kwargs
+        assert not any(isinstance(x, (list, tuple)) for x in node.args)
+
+
 def test_numpy_arrays_are_copied_for_the_backward_pass_only() -> None:
     x, lengths = torch.randn(2, 9, 2, 8), np.array([4, 7])
     mask = {"mask_mod": MaskMod(lambda b, j, lengths: j < lengths[b], lengths=lengths)}
@@ -173,10 +198,8 @@ def test_numpy_arrays_are_copied_for_the_backward_pass_only() -> None:
     place = lengths.ctypes.data
 
     def places(given: Any, **options: Any) -> list[int]:
-        *_, captures, _handles, _integers, _reals, _window, _softcap = packed(
-            given, x, 2, **options
-        )
-        return [c.data_ptr() for c in captures]
+        tensors, *_ = packed(given, x, 2, **options)
+        return [c.data_ptr() for c in tensors]
 
     assert places(mask) != [place]
     assert places(mask, has_gradient=False) == [place]

@@ -200,14 +200,47 @@ def gradients(
             return _prepare_and_run(recorded, saved, (dout, dlse), backward_key)
     lengths_in_order, dout_and_dlse = length_addresses or _NO_LENGTHS, (dout_address, dlse_address)
     in_order = in_field_order(addresses, result_addresses, dout_and_dlse, lengths_in_order, 0)
-    if backward_call.cleared:
+    new = _repeat_gradients(backward_call, q, in_order)
+    return new if needed == _ALL_ROWS else _by_input(new, needed)
+
+
+def run_gradients(arrays: tuple[Any, ...], options: Options) -> list[Any] | None:
+    """Repeat a backward call of tensors on a GPU without modifications, if such a call is prepared.
+
+    Unlike `gradients`, this needs no record of a forward call, which graphs do not have.
+
+    Parameters
+    ----------
+    arrays
+        Arrays of the call, in the order of the fields of `GradientArguments`.
+    options
+        Options of the backward call, as Python values.
+
+    Returns
+    -------
+    list of Tensor or None
+        Gradients of the inputs in `options.wrt`. None instead of a list in the cases of `run`, and
+        while tensors may carry more than their memory holds.
+    """
+    if device_lengths.is_enabled or not arrays[0].is_cuda or may_be_transformed():
+        return None
+    try:
+        result = _look_up(arrays, options)
+    except (RuntimeError, ImportError):  # A tensor has no strides or memory, or CuPy is missing.
+        return None
+    if result is None:
+        return None
+    _, call, addresses = result
+    return None if call is None else _repeat_gradients(call, arrays[0], addresses)
+
+
+def _repeat_gradients(call: Any, q: Any, addresses: tuple[int, ...]) -> list[Any]:
+    """Return the gradients by a prepared backward call of tensors with these addresses."""
+    if call.cleared:
         # CuPy clears gradients on its own current stream.
         with on_stream_of(q):
-            new = backward_call.run((), in_order)
-    else:
-        stream = current_stream(backward_call.device)
-        new = backward_call.run((), in_order, 0, NO_USER_MODS, stream)
-    return new if needed == _ALL_ROWS else _by_input(new, needed)
+            return call.run((), addresses)
+    return call.run((), addresses, 0, NO_USER_MODS, current_stream(call.device))
 
 
 def _prepare_and_run(

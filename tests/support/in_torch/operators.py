@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-# Modifications of a call without any, in the order of the operators' schemas: bias, sinks, slopes,
-# other arrays, captures, handles of functions, captured integers and reals, window and softcap.
-NO_MODIFICATIONS: tuple[Any, ...] = (
-    *(None, None, None, [None] * 7, []),
-    *(["", ""], [], [], [-1, -1], None),
-)
+# Modifications of a call without any, in the order of the operators' schemas: tensors, names,
+# integers and reals.
+NO_MODIFICATIONS = (None, None, None, None)
 
 
 def counted(function: Callable[..., Any], backend: str = "aot_eager", **options: Any) -> Any:

@@ -117,14 +117,21 @@ class HostTimer:
 
 
 class GpuTimer:
-    """Timer, by events, of calls that enqueue work on CuPy's current stream; flushes the L2."""
+    """Timer, by events, of calls that enqueue work on CuPy's current stream; flushes the L2.
 
-    pause = _FLUSH_PASSES * _FLUSH_SECONDS
+    Parameters
+    ----------
+    passes
+        Number of passes over the flush buffer before each call. While they run, the host enqueues
+        the call.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, passes: int = _FLUSH_PASSES) -> None:
         import cupy
 
         self._cupy = cupy
+        self._passes = passes
+        self.pause = passes * _FLUSH_SECONDS
         self._stream = cupy.cuda.get_current_stream()
         device = cupy.cuda.runtime.getDevice()
         l2_bytes = cupy.cuda.runtime.getDeviceProperties(device)["l2CacheSize"]
@@ -153,7 +160,7 @@ class GpuTimer:
     def _enqueue(self, timed: Timed) -> tuple[Any, Any]:
         start, end = self._cupy.cuda.Event(), self._cupy.cuda.Event()
         with timed.scope():
-            for _ in range(_FLUSH_PASSES):
+            for _ in range(self._passes):
                 self._flush_buffer.data.memset_async(0, self._flush_buffer.nbytes, self._stream)
             start.record(self._stream)
             timed.call()

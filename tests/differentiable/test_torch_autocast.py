@@ -71,7 +71,10 @@ def test_packed_rows_are_cast(device: str) -> None:
         packed = [x.flatten(0, 1) for x in qkv.unbind(2)]
         again = ct.flash_attention_varlen(*packed, ends, ends, 6, 6, causal=True)
     assert out.dtype == again.dtype == LOWER
-    torch.testing.assert_close(out.flatten(0, 1), again)
+    # Dense and packed kernels may differ. Both round weights and output to 8 bits, each with an
+    # error of up to 2^-9 times the largest value.
+    largest = qkv[:, :, 2].abs().max().item()
+    torch.testing.assert_close(out.flatten(0, 1), again, rtol=0, atol=2**-7 * largest)
     out.sum().backward()
     assert qkv.grad.dtype == torch.float32
 

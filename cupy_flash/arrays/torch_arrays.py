@@ -235,10 +235,7 @@ def resolved(name: str, array: Any, *, is_written: bool = False) -> Any:
     if tensor.layout is not torch.strided or tensor.is_nested:
         if not tensor.is_nested:
             raise TypeError(f"{name} has the layout {tensor.layout}; expected torch.strided")
-        raise TypeError(
-            f"{name} has the layout nested; expected torch.strided, or torch.jagged in a call of "
-            "cupy_flash.torch: torch.nested.nested_tensor(..., layout=torch.jagged)"
-        )
+        raise _nested_error(name)
     if tensor.requires_grad:
         if torch.is_grad_enabled():
             raise TypeError(
@@ -260,8 +257,17 @@ def resolved(name: str, array: Any, *, is_written: bool = False) -> Any:
     return tensor.clone().resolve_neg().resolve_conj()
 
 
-def no_memory(tensor: Any) -> NotImplementedError:
-    """Return the error for a tensor that has elements but no memory."""
+def _nested_error(name: str) -> TypeError:
+    return TypeError(
+        f"{name} has the layout nested; expected torch.strided, or torch.jagged in a call of "
+        "cupy_flash.torch: torch.nested.nested_tensor(..., layout=torch.jagged)"
+    )
+
+
+def unreadable(tensor: Any) -> Exception:
+    """Return the error for a tensor that has no shape, or elements but no memory."""
+    if tensor.is_nested:
+        return _nested_error("a tensor")
     return NotImplementedError(
         f"a tensor of shape {tuple(tensor.shape)} has no memory: it represents zeros, or belongs "
         "to a transform such as vmap or is_grads_batched, which attention does not support; pass "

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cupy_flash import MaskMod, ScoreMod
+from cupy_flash.calls.gpu import prepared_calls
 
 torch = pytest.importorskip("torch")
 ct = pytest.importorskip("cupy_flash.torch")
@@ -170,3 +171,9 @@ def test_what_nested_tensors_do_not_have_is_refused(device: str) -> None:
             function(*inputs, **options)
     with pytest.raises(ValueError, match="attn_mask is given with nested"):
         ct.scaled_dot_product_attention(*flipped, zero)
+
+
+def test_keys_of_prepared_calls_refuse_nested_tensors() -> None:
+    strided = torch.nested.nested_tensor(list(torch.zeros(4, 9, 2, 6)))
+    with pytest.raises(TypeError, match=r"torch\.jagged"):
+        prepared_calls.tensor_key(strided)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from cupy_flash.arrays.jax_arrays import JaxMemory
 from cupy_flash.arrays.strided import as_cupy
-from cupy_flash.arrays.torch_arrays import no_memory
+from cupy_flash.arrays.torch_arrays import unreadable
 from cupy_flash.calls.check import device_lengths
 from cupy_flash.calls.check.modifications import NO_USER_MODS, ModificationKey, UserMods
 from cupy_flash.calls.check.problems import CheckedCall
@@ -202,12 +202,12 @@ def tensor_key(tensor: Any) -> tuple[tuple[Any, ...], int]:
     """Return the array key of a torch tensor on a GPU, and its address."""
     try:
         address = tensor.data_ptr()
+        shape, strides = tensor.shape, tensor.stride()
     except RuntimeError as error:
-        raise no_memory(tensor) from error
+        raise unreadable(tensor) from error
     if not address and tensor.numel():
-        raise no_memory(tensor)
-    low_bits = address & LOW_BITS
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), low_bits), address
+        raise unreadable(tensor)
+    return (shape, strides, tensor.dtype, tensor.get_device(), address & LOW_BITS), address
 
 
 def require_device(device_id: int, arrays: Any) -> None:

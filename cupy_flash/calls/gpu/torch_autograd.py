@@ -73,17 +73,10 @@ def run(arrays: tuple[Any, ...], options: Options) -> tuple[tuple[Any, Any], Any
         Pair (out, lse), and the argument of `record`. None if no such call is prepared: in the
         first call, if kernels read copies of arrays, or if an array is not a plain GPU tensor.
     """
-    if device_lengths.is_enabled or not arrays[0].is_cuda:
-        return None
-    try:
-        result = _look_up(arrays, options)
-    except (RuntimeError, ImportError):  # A tensor has no strides or memory, or CuPy is missing.
-        return None
+    result = _prepared(arrays, options)
     if result is None:
         return None
     _, call, addresses = result
-    if call is None:
-        return None
     if call.fills_results:
         # CuPy fills results on its own current stream.
         with on_stream_of(arrays[0]):
@@ -91,6 +84,19 @@ def run(arrays: tuple[Any, ...], options: Options) -> tuple[tuple[Any, Any], Any
     # Making torch's stream the current one of CuPy would take longer.
     stream = current_stream(call.device)
     return call.run(_NO_ARRAYS, addresses, 0, NO_USER_MODS, stream), result
+
+
+def _prepared(
+    arrays: tuple[Any, ...], options: Any
+) -> tuple[tuple[Any, ...], Any, tuple[int, ...]] | None:
+    """Return the key, the prepared call and the addresses of tensors on a GPU, or None."""
+    if device_lengths.is_enabled or not arrays[0].is_cuda:
+        return None
+    try:
+        result = _look_up(arrays, options)
+    except (RuntimeError, ImportError):  # A tensor has no strides or memory, or CuPy is missing.
+        return None
+    return None if result is None or result[1] is None else result
 
 
 def _look_up(
@@ -222,16 +228,11 @@ def run_gradients(arrays: tuple[Any, ...], options: Options) -> list[Any] | None
         Gradients of the inputs in `options.wrt`. None instead of a list in the cases of `run`, and
         while tensors may carry more than their memory holds.
     """
-    if device_lengths.is_enabled or not arrays[0].is_cuda or may_be_transformed():
-        return None
-    try:
-        result = _look_up(arrays, options)
-    except (RuntimeError, ImportError):  # A tensor has no strides or memory, or CuPy is missing.
-        return None
+    result = None if may_be_transformed() else _prepared(arrays, options)
     if result is None:
         return None
     _, call, addresses = result
-    return None if call is None else _repeat_gradients(call, arrays[0], addresses)
+    return _repeat_gradients(call, arrays[0], addresses)
 
 
 def _repeat_gradients(call: Any, q: Any, addresses: tuple[int, ...]) -> list[Any]:

@@ -81,9 +81,9 @@ struct HopperKvTiles {
   }
 
  private:
-  // Begins a KV tile. Returns false if there is no such tile. Only what differs between KV tiles is
-  // written, because producer warps have few registers: otherwise they spill 220 instead of 36
-  // bytes.
+  // Begins a KV tile. Returns false if there is no such tile. Members that are equal for all KV
+  // tiles are not written, because producer warps have few registers: they would spill 220 instead
+  // of 28 bytes.
   __device__ bool begin(const ListedKvTile& tile) {
     if (tile.begin < 0) return false;
     block_info.coord.begin = block_info.order.begin = tile.begin;

@@ -65,9 +65,10 @@ def flash_attention_backward(
     dlse : array, shape (batch, heads_q, seqlen_q), optional
         Gradient of the log-sum-exp, of the same dtype. Pass it if the loss depends on lse.
     wrt : sequence of str, optional
-        Names of the inputs whose gradients are returned: "q", "k", "v", "bias", "sinks", and
-        "score_mod.NAME" for an array that a `ScoreMod` captures as differentiable. By default q, k
-        and v, followed by every such array. Gradients that are not requested cost nothing.
+        Names of the inputs whose gradients are returned: "q", "k", "v", "bias", "sinks",
+        "alibi_slopes" (an array), and "score_mod.NAME" for an array that a `ScoreMod` captures as
+        differentiable. By default q, k and v, followed by every such array. Gradients that are not
+        requested cost nothing.
     dq, dk, dv : array, optional
         Arrays that the gradients are written to, with the shapes, dtypes and array type of q, k and
         v. The last axis is contiguous. They must not overlap any other array of the call.
@@ -176,9 +177,9 @@ def flash_attention_qkvpacked_backward(
     qkv : array, shape (batch, seqlen, 3, heads, head_dim)
         Queries, keys and values along the third-to-last axis, after any batch axes.
     wrt : sequence of str, optional
-        Names of the inputs whose gradients are returned: "qkv", "bias", "sinks", and
-        "score_mod.NAME" for an array that a `ScoreMod` captures as differentiable. By default
-        "qkv", followed by every such array.
+        Names of the inputs whose gradients are returned: "qkv", "bias", "sinks",
+        "alibi_slopes" (an array), and "score_mod.NAME" for an array that a `ScoreMod` captures as
+        differentiable. By default "qkv", followed by every such array.
     dqkv : array, optional
         Array that the gradient of qkv is written to; same shape, dtype and array type as qkv.
 

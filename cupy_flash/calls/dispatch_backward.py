@@ -33,14 +33,14 @@ from cupy_flash.calls.dispatch import Computation, as_planned, plan_of, run
 from cupy_flash.calls.gpu.backward import GRADIENTS
 from cupy_flash.calls.host import backward as host_backward
 from cupy_flash.calls.options import Options
-from cupy_flash.mods.slopes import capturing_slopes
+from cupy_flash.mods.slopes import SLOPES, with_captured_slopes
 from cupy_flash.opaque import is_dynamo_tracing, outside
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.gradient import OF_MOD, ROWS
 
 _GRADIENTS = Computation(GRADIENTS, host_backward)
-# Modification whose gradient is that of a capture.
-SLOPES = "alibi_slopes"
+# Modifications that have gradients.
+_OF_MODIFICATIONS = ("bias", "sinks", SLOPES)
 # Name of the array that holds queries, keys and values.
 QKV = "qkv"
 
@@ -78,7 +78,7 @@ def _checked(
     modifications: Mapping[str, Any],
 ) -> tuple[str, ...]:
     """Return `names`, after checking that each is an input, a modification or a capture."""
-    others = [name for name in ("bias", "sinks") if modifications.get(name) is not None]
+    others = [name for name in _OF_MODIFICATIONS if modifications.get(name) is not None]
     known = (*inputs, *others, *captures)
     for name in names:
         if name not in known:
@@ -118,9 +118,7 @@ def gradients(
     require_grad_dtype(options.grad_dtype)
     assert options.wrt is not None
     if SLOPES in options.wrt:
-        score_mod, name = capturing_slopes(modifications.get("score_mod"), modifications[SLOPES])
-        modifications = {**modifications, SLOPES: None, "score_mod": score_mod}
-        wrt = tuple(OF_MOD + name if x == SLOPES else x for x in options.wrt)
+        wrt, modifications = with_captured_slopes(options.wrt, modifications, OF_MOD)
         options = options._replace(wrt=wrt)
     results = run(_GRADIENTS, arguments, options, backend, 0, modifications)
     assert options.wrt is not None
@@ -211,6 +209,8 @@ def plan(
     If out, dout or lse is None, a contiguous array is assumed.
     """
     require_arrays(arguments, ROWS)
+    wrt, modifications = with_captured_slopes(options.wrt or ROWS, modifications, OF_MOD)
+    options = options._replace(wrt=wrt)
     arguments, options = as_planned(arguments, options, modifications)
     q, v = arguments.q, arguments.v
     is_packed = options.kind == "varlen"

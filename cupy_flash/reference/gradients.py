@@ -32,6 +32,7 @@ from cupy_flash.mods.on_arrays.score_derivatives import (
 )
 from cupy_flash.mods.on_arrays.scores import FIRST_PAIR, Pairs, Scores
 from cupy_flash.mods.shapes import refuse_other_lengths
+from cupy_flash.mods.slopes import with_captured_slopes
 from cupy_flash.opaque import opaque
 from cupy_flash.reference.dense import error_bound
 from cupy_flash.reference.eight_bits import widened
@@ -56,6 +57,15 @@ if TYPE_CHECKING:
 
 # Prefix of the names of the gradients of captured arrays.
 OF_MOD = "score_mod."
+
+
+def with_slopes(
+    wrt: Iterable[str] | None, modifications: Mapping[str, Any]
+) -> tuple[tuple[str, ...] | None, Mapping[str, Any]]:
+    """Return the requested gradients and the modifications, with slopes as a capture if needed."""
+    if wrt is None or isinstance(wrt, str):
+        return wrt, modifications
+    return with_captured_slopes(tuple(wrt), modifications, OF_MOD)
 
 
 class ScoreErrors(NamedTuple):
@@ -151,8 +161,8 @@ def attention_backward_reference(
         See `cupy_flash.attention_reference`; dout and the gradients have the layout of q.
     wrt : iterable of str, optional
         Names of the inputs whose gradients are returned, in this order: "q", "k", "v", "bias",
-        "sinks", and "score_mod.NAME" for an array that a `ScoreMod` captures as differentiable. By
-        default q, k and v, followed by every such array.
+        "sinks", "alibi_slopes", and "score_mod.NAME" for an array that a `ScoreMod` captures as
+        differentiable. By default q, k and v, followed by every such array.
     stream : stream, optional
         Stream to run on instead of the current one, see `cupy_flash.flash_attention`.
     **modifications
@@ -398,7 +408,8 @@ def dense_gradients(
     def bhsd(_: str, x: Any) -> Any:
         return to_bhsd(x, layout)
 
-    q_offset, others = with_offsets(q_offset, modifications)
+    wrt, changes = with_slopes(wrt, modifications)
+    q_offset, others = with_offsets(q_offset, changes)
     refuse_other_lengths(others.get, "dense")
     q, k, v, dout, out, dlse = read_all(q=q, k=k, v=v, dout=dout, out=out, dlse=dlse)
     operands = as_bhsd(q, k, v, layout)

@@ -18,6 +18,7 @@ from cupy_flash.reference.gradients import (
     check_rows,
     gradient_formula,
     read_all,
+    with_slopes,
 )
 from cupy_flash.reference.packed import packed_modifications, packed_sequences
 
@@ -152,10 +153,11 @@ def packed_gradients(
     convert = result_converter("q", q)
     q, k, v, dout, out, dlse = read_all(q=q, k=k, v=v, dout=dout, out=out, dlse=dlse)
     check_rows(dout, out, dlse, (*q.shape[:2], v.shape[2]), (q.shape[1], q.shape[0]))
+    wrt, changes = with_slopes(wrt, modifications)
     bound_mods = packed_modifications(
-        modifications, q, cu_seqlens_q, max_seqlen_q, max_seqlen_k, causal=causal
+        changes, q, cu_seqlens_q, max_seqlen_q, max_seqlen_k, causal=causal
     )
-    gradients = Gradients({"q": q, "k": k, "v": v}, modifications, bound_mods, wrt, arithmetic)
+    gradients = Gradients({"q": q, "k": k, "v": v}, changes, bound_mods, wrt, arithmetic)
     for rows, keys, sequence in packed_sequences(
         *(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), seqused_k=seqused_k
     ):

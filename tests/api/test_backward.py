@@ -14,6 +14,7 @@ from support.foreign import Foreign
 from cupy_flash import (
     ScoreMod,
     attention_backward_reference,
+    attention_varlen_backward_reference,
     flash_attention,
     flash_attention_backward,
     flash_attention_qkvpacked,
@@ -146,6 +147,57 @@ def test_gradients_come_in_the_order_of_wrt_and_captures_behind_q_k_and_v(rng: A
     dq, dk, dv, dgain = call()
     assert (dq.shape, dk.shape, dv.shape, dgain.shape) == (q.shape, k.shape, v.shape, (4,))
     assert_same_bits(call(wrt=("score_mod.gain", "k")), (dgain, dk))
+
+
+def of_slopes(function: Any, slopes: Any, step: float = 1e-6) -> np.ndarray:
+    """Return the derivative of a function by each slope, from differences."""
+    found = np.zeros_like(slopes)
+    for index in np.ndindex(slopes.shape):
+        for sign in (1, -1):
+            changed = slopes.copy()
+            changed[index] += sign * step
+            found[index] += sign * function(changed) / (2 * step)
+    return found
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 4)])
+@pytest.mark.parametrize("options", [{"causal": True}, {"score_mod": gain_of_heads()}], ids=str)
+def test_slopes_have_gradients(
+    rng: np.random.Generator, shape: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    q, k, v, dout = arrays(rng, np.float64)
+    slopes, names = rng.random(shape), ("alibi_slopes", "k")
+    _, pullback = flash_attention_vjp(
+        q, k, v, alibi_slopes=slopes, wrt=names, backend="cpu", **options
+    )
+
+    def loss(slopes: np.ndarray) -> Any:
+        return (dout * flash_attention(q, k, v, alibi_slopes=slopes, **options)).sum()
+
+    found = pullback(dout)
+    given = options | {"alibi_slopes": slopes, "wrt": names}
+    for got in (found, attention_backward_reference(dout, q, k, v, **given)):
+        np.testing.assert_allclose(got[0], of_slopes(loss, slopes), rtol=1e-6, atol=1e-7)
+    made = plan(flash_attention_backward, q=q, k=k, v=v, arch="sm_90", **given)
+    assert made.problem.gradient_spec.wants("score_mod.alibi_slopes")
+
+
+def test_slopes_of_packed_sequences_have_gradients(rng: np.random.Generator) -> None:
+    q, k, v, dout = (x[0] for x in arrays(rng, np.float64))
+    lengths = np.array([0, 10, 33], np.int32), np.array([0, 0, 50], np.int32), 33, 50
+    slopes = rng.random((2, 4))
+    options: dict[str, Any] = {"causal": True, "alibi_slopes": slopes, "wrt": ("alibi_slopes",)}
+    _, pullback = flash_attention_varlen_vjp(q, k, v, *lengths, **options)
+    expected = attention_varlen_backward_reference(dout, q, k, v, *lengths, **options)
+    assert_all_close(pullback(dout), expected)
+
+
+@pytest.mark.parametrize("slopes", [0.5, [0.5] * 4])
+def test_slopes_that_are_no_array_have_no_gradients(slopes: Any) -> None:
+    q = np.ones((1, 4, 4, 8), np.float32)
+    _, pullback = flash_attention_vjp(q, q, q, alibi_slopes=slopes, wrt=("alibi_slopes",))
+    with pytest.raises(TypeError, match="pass an array"):
+        pullback(q)
 
 
 def test_a_pullback_is_made_of_what_a_backward_call_takes() -> None:

@@ -95,7 +95,8 @@ class Attention(_OpRun):  # type: ignore[misc]
         if attn_mask is not None:
             name = "mask" if attn_mask.dtype == np.bool_ else "bias"
             options[name] = _padded(attn_mask, k.shape[2], q.dtype)
-        out = flash_attention(q, k, v, layout="bhsd", backend=self.backend, **options)
+        values = v.astype(q.dtype, copy=False)
+        out = flash_attention(q, k, values, layout="bhsd", backend=self.backend, **options)
         if is_flat:
             out = out.swapaxes(1, 2).reshape(out.shape[0], out.shape[2], -1)
         return out, k, v

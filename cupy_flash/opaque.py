@@ -61,7 +61,7 @@ def opaque(function: _F) -> _F:
 
 
 def untraced(function: _F) -> _F:
-    """Return a function as `opaque` does, for functions that receive tensors in closures.
+    """Return a function as `opaque` does, for functions that may receive no tensor as an argument.
 
     Dynamo runs the function itself if it sees no tensor among its arguments, but then traces those
     that it calls.

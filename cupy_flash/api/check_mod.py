@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from cupy_flash.calls.check.check_mod import require_agreement
 from cupy_flash.mods.modification import MaskMod, ScoreMod
-from cupy_flash.opaque import opaque
+from cupy_flash.opaque import untraced
 
 
-@opaque
+@untraced
 def check_mod(
     mod: ScoreMod | MaskMod,
     *,

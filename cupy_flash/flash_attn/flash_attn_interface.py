@@ -506,7 +506,9 @@ def _are_recorded(tensors: tuple[Any, ...]) -> bool:
 
 
 _disable: Any = torch.compiler.disable
-_outside_graph = _disable(_called)
+_outside_graph = _disable(
+    _called, reason="calls with a cache or a block_table are no operators of PyTorch"
+)
 _Function: Any = torch.autograd.Function
 
 

@@ -350,7 +350,8 @@ class Modification:
             )
         graph = None if self._graph is None else flattened(self._graph)
         expression = None if self.cuda is None else flattened(self.expression)
-        parts = (module, name), self.cuda, dict(self.captures), expression, graph
+        captures = {**self.captures, **self.tensors}
+        parts = (module, name), self.cuda, captures, expression, graph
         return _unpickled, (type(self), self._options(), *parts)
 
     def reread(self) -> Self:

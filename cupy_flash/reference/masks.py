@@ -12,7 +12,7 @@ from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.mods.on_arrays.scores import Pairs
 from cupy_flash.mods.picture import draw
 from cupy_flash.mods.shapes import require_limit
-from cupy_flash.opaque import opaque
+from cupy_flash.opaque import untraced
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.values import count, integer
 from cupy_flash.reference.modifications import read_modifications
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cupy_flash.mods.keywords import Modifications
 
 
-@opaque
+@untraced
 def seen_pairs(
     seqlen_q: int,
     seqlen_k: int,
@@ -109,7 +109,7 @@ def _require_fit(
                 raise ValueError(f"{name} has shape {array.shape}, but {axis} is {number}")
 
 
-@opaque
+@untraced
 def plot_mask(
     seqlen_q: int,
     seqlen_k: int,

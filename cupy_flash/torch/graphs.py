@@ -42,4 +42,6 @@ def _call_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> A
 
 # Calls a function outside the graph of `torch.compile`, which splits the graph, or is an error with
 # `fullgraph=True`. Wrong arguments raise the usual errors there.
-outside_graph = torch.compiler.disable(_call_of)
+outside_graph = torch.compiler.disable(
+    _call_of, reason="an argument of the call is not one that a graph can hold"
+)

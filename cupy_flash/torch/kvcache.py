@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cupy_flash.api import kvcache
 from cupy_flash.arrays.strided import kind_of
+from cupy_flash.arrays.torch_arrays import is_in_transform, may_be_transformed
 from cupy_flash.mods.keywords import CacheModifications
 from cupy_flash.torch.cache_operators import (
     APPEND,
@@ -21,6 +22,7 @@ from cupy_flash.torch.cache_operators import (
 )
 from cupy_flash.torch.graphs import are_tensors, is_number, is_plain, outside_graph
 from cupy_flash.torch.modifications import fits_graph, is_integer, packed
+from cupy_flash.torch.observed import is_observed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -93,6 +95,8 @@ def flash_attention_with_kvcache(
     TypeError, ValueError, UnsupportedError, CompileError
         See `cupy_flash.flash_attention_with_kvcache`. TypeError also for a tensor that requires a
         gradient, unless autograd is off (`torch.no_grad()`).
+    NotImplementedError
+        Inside of a torch.func transform.
     """
     if torch.compiler.is_compiling():
         if _fits_operator((q, k_cache, v_cache, k, v), cache_seqlens, options):
@@ -104,6 +108,16 @@ def flash_attention_with_kvcache(
         )
     if not isinstance(q, Tensor):
         raise TypeError(f"q is {kind_of(q)}; expected a tensor")
+    if may_be_transformed():
+        if is_in_transform():
+            raise NotImplementedError(
+                "flash_attention_with_kvcache writes to its caches, so transforms such as "
+                "torch.func.grad and vmap do not support it; pass a batch, or append to the caches "
+                "outside of the transform and call flash_attention"
+            )
+        arrays = q, k_cache, v_cache, k, v
+        if is_observed() and _fits_operator(arrays, cache_seqlens, options):
+            return _in_graph(*arrays, cache_seqlens, options)
     return kvcache.flash_attention_with_kvcache(
         *(q, k_cache, v_cache, k, v), cache_seqlens=cache_seqlens, **options
     )
@@ -118,7 +132,7 @@ def _in_graph(
     cache_seqlens: Any,
     options: Mapping[str, Any],
 ) -> Any:
-    """Call the operator; `torch.compile` traces this function."""
+    """Call the operator; `torch.compile` may trace this function."""
     given = {**_DEFAULTS, **options}
     modifications = {name: x for name, x in options.items() if name not in _DEFAULTS}
     has_one_length = is_integer(cache_seqlens)

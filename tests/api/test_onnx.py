@@ -107,6 +107,15 @@ def test_a_mask_of_another_dtype_is_added(
     np.testing.assert_allclose(found, exact, rtol=0, atol=1e-5)
 
 
+def test_values_may_have_another_dtype(operator: Any, rng: np.random.Generator) -> None:
+    q, k, v = rng.standard_normal((3, 2, 4, 37, 24)).astype(np.float32)
+    inputs = {"Q": q, "K": k, "V": v.astype(np.float16)}
+    (found,) = run(operator, model_of(inputs, scale=0.25), list(inputs.values()))
+    exact = attention_reference(q, k, inputs["V"], layout="bhsd", softmax_scale=0.25)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, exact, rtol=0, atol=1e-5)
+
+
 def test_flat_inputs_need_numbers_of_heads(operator: Any) -> None:
     rows = np.zeros((1, 3, 8), np.float32)
     inputs = dict.fromkeys("QKV", rows)

@@ -15,6 +15,9 @@ from cupy_flash.reference.dense import attention_naive, error_bound, max_error
 torch = pytest.importorskip("torch")
 ct = pytest.importorskip("cupy_flash.torch")
 
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
 BATCH, HEADS, HEADS_KV, DIM = 3, 4, 2, 8
 
 
@@ -203,3 +206,30 @@ def test_arguments_of_other_types_are_refused() -> None:
     cache = torch.zeros(1, 8, 2, 4)
     with pytest.raises(TypeError, match="q is a ndarray; expected a tensor"):
         ct.flash_attention_with_kvcache(np.zeros((1, 1, 2, 4)), cache, cache, cache_seqlens=1)
+
+
+def observed_call() -> tuple[Any, Any]:
+    """Return a function of the queries that calls attention over a cache, and queries."""
+    caches, lengths = torch.randn(2, BATCH, 9, HEADS_KV, DIM), torch.tensor([3, 4, 9]).int()
+
+    def call(q: Any) -> Any:
+        return ct.flash_attention_with_kvcache(q, *caches, cache_seqlens=lengths)
+
+    return call, torch.randn(BATCH, 2, HEADS, DIM)
+
+
+def test_modes_observe_eager_calls() -> None:
+    call, q = observed_call()
+    with FlopCounterMode(display=False) as counter:
+        found = call(q)
+    assert torch.equal(found, call(q))
+    assert counter.get_total_flops() > 0
+    traced = make_fx(call)(q)
+    assert torch.equal(traced(q), found)
+
+
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])
+def test_transforms_of_eager_calls_are_refused(transform: Any) -> None:
+    call, q = observed_call()
+    with pytest.raises(NotImplementedError, match="writes to its caches"):
+        transform(call)(q[None] if transform is torch.vmap else q)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import io
 import sys
 import types
 from contextlib import nullcontext
@@ -141,6 +142,33 @@ def test_a_parameter_may_get_other_memory(change: str) -> None:
     fresh = with_table(module.table)
     (expected,) = torch.autograd.grad(eager(q, fresh).square().sum(), module.table)
     torch.testing.assert_close(gradient, expected)
+
+
+class WithTable(torch.nn.Module):
+    """Attention with a learned table, which the `ScoreMod` of the module captures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(17))
+        self.mod = with_table(self.table)
+
+    def forward(self, q: Any) -> Any:
+        return eager(q, self.mod)
+
+
+def test_a_saved_module_captures_its_own_parameter() -> None:
+    q, file, saved = rows(), io.BytesIO(), WithTable()
+    torch.save(saved, file)
+    file.seek(0)
+    module = torch.load(file, weights_only=False)
+    out = module(q)
+    torch.testing.assert_close(out, saved(q))
+    (found,) = torch.autograd.grad(out.square().sum(), module.table)
+    (expected,) = torch.autograd.grad(saved(q).square().sum(), saved.table)
+    torch.testing.assert_close(found, expected)
+    with torch.no_grad():
+        module.table.zero_()
+    torch.testing.assert_close(module(q), ct.flash_attention(q, q, q))
 
 
 @pytest.mark.parametrize("kind", ["plain", "torch", "vmap", "grad", "observed"])

@@ -114,3 +114,12 @@ def test_a_mask_is_created_outside_of_a_whole_graph(rng: np.random.Generator) ->
     whole = torch.compile(function, backend="eager", fullgraph=True)
     with pytest.raises(RuntimeError, match="create ScoreMod, MaskMod and BlockList outside"):
         whole(x, ids)
+
+
+@pytest.mark.filterwarnings("error")
+def test_functions_without_a_tensor_are_not_traced() -> None:
+    def seen(x: Any) -> Any:
+        return x + len(cupy_flash.seen_pairs(5, 7, causal=True))
+
+    x = torch.zeros(3)
+    torch.testing.assert_close(torch.compile(seen, backend="eager")(x), seen(x))

@@ -16,6 +16,8 @@ from cupy_flash.problem.gradient import OF_MOD, ROWS
 
 # Arrays that broadcast to all sequences, with the number of axes that they then have.
 BROADCAST = {"bias": 4, "mask": 4, "alibi_slopes": 2, "q_scale": 3, "k_scale": 3, "v_scale": 3}
+# Those that calls of many sequences take with a batch axis of length 1.
+_OF_ONE_SEQUENCE = ("bias", "mask")
 # Arrays of dense calls with the batch axes of q: the axis of the batches is one more.
 _WITH_BATCH_AXES = (*ROWS, "out", "dout", "lse", "dlse")
 # Arrays whose leading axis is that of the sequences.
@@ -68,7 +70,8 @@ def fold(xp: Any, name: str, x: Any, size: int, batch: int, *, is_mapped: bool) 
     """
     axes = BROADCAST.get(name)
     if axes is not None:
-        if not is_mapped and (x.ndim < axes or x.shape[0] == 1):
+        has_one = name in _OF_ONE_SEQUENCE and x.ndim == axes and x.shape[0] == 1
+        if not is_mapped and (x.ndim < axes or has_one):
             return x
         own = x.shape[1:] if is_mapped else x.shape
         own = (1,) * (axes - len(own)) + tuple(own)

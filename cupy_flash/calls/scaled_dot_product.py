@@ -136,12 +136,20 @@ def options_of(
         # The causal mask is aligned at the top left: the first query attends to the first key.
         options |= {"causal": True, "q_offset": 0}
     if scale is not None:
+        _refuse_tensor("scale", scale)
         options["softmax_scale"] = finite("scale", scale)
     return options
 
 
+def _refuse_tensor(name: str, value: Any) -> None:
+    """Raise TypeError for a tensor of PyTorch, which may require a gradient."""
+    if hasattr(value, "requires_grad"):
+        raise TypeError(f"{name} is a tensor, which has no gradient here; pass {name}.item()")
+
+
 def require_no_dropout(dropout_p: float) -> None:
     """Raise UnsupportedError unless the probability of dropout is 0."""
+    _refuse_tensor("dropout_p", dropout_p)
     if finite("dropout_p", dropout_p) != 0:
         raise UnsupportedError(f"dropout_p is {dropout_p}; expected 0, as dropout is not supported")
 

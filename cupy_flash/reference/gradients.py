@@ -61,7 +61,7 @@ OF_MOD = "score_mod."
 
 def with_slopes(
     wrt: Iterable[str] | None, modifications: Mapping[str, Any]
-) -> tuple[tuple[str, ...] | None, Mapping[str, Any]]:
+) -> tuple[Iterable[str] | None, Mapping[str, Any]]:
     """Return the requested gradients and the modifications, with slopes as a capture if needed."""
     if wrt is None or isinstance(wrt, str):
         return wrt, modifications

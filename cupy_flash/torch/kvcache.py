@@ -21,7 +21,7 @@ from cupy_flash.torch.cache_operators import (
     TENSORS,
 )
 from cupy_flash.torch.graphs import are_tensors, is_number, is_plain, outside_graph
-from cupy_flash.torch.modifications import fits_graph, is_integer, packed
+from cupy_flash.torch.modifications import fits_graph, is_integer, need_gradients, packed
 from cupy_flash.torch.observed import is_observed
 
 if TYPE_CHECKING:
@@ -196,6 +196,7 @@ def _fits_operator(arrays: tuple[Any, ...], cache_seqlens: Any, options: Mapping
         )
         and is_plain(given["causal"], given["softmax_scale"])
         and fits_graph(modifications)
+        and not need_gradients(modifications)
     )
 
 

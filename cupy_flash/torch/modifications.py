@@ -64,6 +64,27 @@ def fits_graph(modifications: Mapping[str, Any]) -> bool:
     return True
 
 
+def need_gradients(modifications: Mapping[str, Any]) -> bool:
+    """Return whether autograd records modifications that satisfy `fits_graph`.
+
+    `torch.compile` traces this function.
+    """
+    if not torch.is_grad_enabled():
+        return False
+    for name in ARRAYS:
+        array = modifications.get(name)
+        if isinstance(array, Tensor) and array.requires_grad:
+            return True
+    for name in MODS:
+        mod = modifications.get(name)
+        if mod is not None:
+            tensors = mod.tensors
+            for capture in mod.template.arrays:
+                if capture in tensors and tensors[capture].requires_grad:
+                    return True
+    return False
+
+
 def packed(
     modifications: Mapping[str, Any], q: Tensor, heads: int, *, has_gradient: bool = True
 ) -> tuple[Any, ...]:

@@ -75,7 +75,10 @@ def _versions_of(tensors: Mapping[str, Tensor]) -> list[Version]:
     for name, tensor in tensors.items():
         while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             tensor = torch._C._functorch.get_unwrapped(tensor)
-        found.append((name, tensor, version_of(tensor)))
+        # An alias has the same version. A result itself would refer to the node that keeps it.
+        with torch._C._DisableFuncTorch():
+            alias = tensor.detach()
+        found.append((name, alias, version_of(tensor)))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -281,3 +282,40 @@ def test_captures_without_memory_are_not_read(device: str) -> None:
     assert grad(evaluated)(number(device, 4)).isfinite().all()
     with pytest.raises(NotImplementedError, match="limit is passed inside of a transform"):
         grad(lambda limit: MaskMod(lambda j: j < limit[0]))(number(device, 1))
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad", "vjp"])
+def test_transformed_calls_keep_no_tensor(transform: str, device: str) -> None:
+    q = number(device, 2, 1, 5, 4, 8).requires_grad_()
+
+    def call(q: Any) -> Any:
+        return ct.flash_attention(q, q, q)
+
+    def transformed() -> None:
+        if transform == "vmap":
+            vmap(call)(q).sum().backward()
+        elif transform == "grad":
+            grad(lambda x: call(x).sum())(q[0])
+        else:
+            out, pull = vjp(call, q[0])
+            pull(out)
+
+    transformed()
+    before = live_tensors()
+    for _ in range(10):
+        transformed()
+    assert live_tensors() == before
+
+
+def test_slopes_of_one_sequence_serve_all_samples(device: str) -> None:
+    q, slopes = number(device, 3, 1, 5, 2, 8), torch.tensor([[0.5, 2.0]], device=device)
+
+    def call(q: Any) -> Any:
+        return ct.flash_attention(q, q, q, alibi_slopes=slopes)
+
+    assert_close(vmap(call)(q), torch.stack([call(x) for x in q]))

@@ -158,6 +158,8 @@ def test_a_compiled_call_is_one_graph(of_mask: str | None, rng: np.random.Genera
         ({"attn_mask": torch.zeros(3, 3), "is_causal": True}, ValueError,
          "attn_mask is given and is_causal is True"),
         ({"dropout_p": 0.5}, UnsupportedError, "dropout_p is 0.5; expected 0"),
+        ({"scale": torch.tensor(0.5)}, TypeError, "scale is a tensor, which has no gradient here"),
+        ({"dropout_p": torch.zeros(())}, TypeError, "dropout_p is a tensor"),
         ({"key": torch.zeros(1, 1, 3, 4), "value": torch.zeros(1, 1, 3, 4)}, ValueError,
          "pass enable_gqa=True"),
     ],

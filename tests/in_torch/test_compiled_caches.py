@@ -9,7 +9,7 @@ import pytest
 from support.in_torch.operators import counted
 
 import cupy_flash
-from cupy_flash import MaskMod
+from cupy_flash import MaskMod, ScoreMod
 from cupy_flash.reference.dense import attention_naive, error_bound, max_error
 
 torch = pytest.importorskip("torch")
@@ -233,3 +233,21 @@ def test_transforms_of_eager_calls_are_refused(transform: Any) -> None:
     call, q = observed_call()
     with pytest.raises(NotImplementedError, match="writes to its caches"):
         transform(call)(q[None] if transform is torch.vmap else q)
+
+
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes", "score_mod"])
+def test_modifications_that_require_gradients_are_refused(name: str) -> None:
+    values = torch.nn.Parameter(torch.ones(HEADS))
+    mod = ScoreMod(lambda score, h, table: score + table[h], table=values)
+    caches, lengths = torch.randn(2, BATCH, 9, HEADS_KV, DIM), torch.tensor([3, 4, 9]).int()
+    options = {name: mod if name == "score_mod" else values}
+
+    def call(q: Any) -> Any:
+        return ct.flash_attention_with_kvcache(q, *caches, cache_seqlens=lengths, **options)
+
+    q = torch.randn(BATCH, 2, HEADS, DIM)
+    for function in (call, torch.compile(call, backend="aot_eager")):
+        with pytest.raises(TypeError, match="requires a gradient"):
+            function(q)
+        with torch.no_grad():
+            function(q)

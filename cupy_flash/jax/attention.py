@@ -77,7 +77,8 @@ def flash_attention(
     """
     if isinstance(q_offset, jax.core.Tracer) and q_offset.ndim == 0:
         q_offset = jnp.broadcast_to(q_offset, (math.prod(q.shape[:-3]),))
-    require_constants({"softmax_scale": softmax_scale, "q_offset": q_offset, **modifications})
+    numbers = {"causal": causal, "softmax_scale": softmax_scale, "q_offset": q_offset}
+    require_constants({**numbers, **modifications})
     arrays = {"q": q, "k": k, "v": v}
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     if out_dtype is not None or any(scale is not None for scale in scales.values()):
@@ -188,7 +189,7 @@ def flash_attention_varlen(
     cu_seqlens_k = has_key_positions(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
     sizes: dict[str, Any] = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    numbers = {"softmax_scale": softmax_scale, **sizes}
+    numbers = {"causal": causal, "softmax_scale": softmax_scale, **sizes}
     require_constants({**numbers, **lengths, **modifications})
     forward: dict[str, Any] = {
         "family": family,

@@ -104,20 +104,20 @@ def require_constants(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if not any(isinstance(x, jax.core.Tracer) for x in elements(value)):
             continue
-        if isinstance(value, (list, tuple)):
-            raise TypeError(
-                f"{name} holds values that are traced by JAX; pass numbers, or one array, because "
-                "lists have no gradients"
-            )
         if name in _NUMBERS:
             raise TypeError(
                 f"{name} is traced by JAX; pass a value, which under jax.jit is a static argument: "
                 "only arrays may be traced"
             )
+        if isinstance(value, (list, tuple)):
+            raise TypeError(
+                f"{name} holds values that are traced by JAX; pass numbers, or one array, because "
+                "lists have no gradients"
+            )
 
 
 # Numbers that select kernels, or are compiled into them.
-_NUMBERS = ("softmax_scale", "window_size", "softcap", "max_seqlen_q", "max_seqlen_k")
+_NUMBERS = ("causal", "softmax_scale", "window_size", "softcap", "max_seqlen_q", "max_seqlen_k")
 
 
 def require_gradient(name: str) -> None:

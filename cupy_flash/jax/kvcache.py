@@ -116,7 +116,7 @@ def flash_attention_with_kvcache(
         **{"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_seqlens": rotary_seqlens},
         **{"k_scale": k_scale, "v_scale": v_scale},
     }
-    require_constants({"softmax_scale": softmax_scale, **arrays, **modifications})
+    require_constants({"causal": causal, "softmax_scale": softmax_scale, **arrays, **modifications})
     static, operands = static_of(options, arrays, modifications, keys)
     made = without_gradient(
         static,

@@ -196,6 +196,10 @@ def test_errors_of_shapes_are_raised_when_a_function_is_traced(rng: np.random.Ge
     for name in ("softmax_scale", "softcap"):
         with pytest.raises(TypeError, match=f"{name} is traced by JAX; pass a value"):
             jax.jit(lambda x, n=name: cj.flash_attention(q, k, v, **{n: x}))(0.5)
+    with pytest.raises(TypeError, match="causal is traced by JAX; pass a value"):
+        jax.jit(lambda x: cj.flash_attention(q, k, v, causal=x))(True)
+    with pytest.raises(TypeError, match="window_size is traced by JAX; pass a value"):
+        jax.jit(lambda x: cj.flash_attention(q, k, v, window_size=(x, 0)))(3)
     with pytest.raises(TypeError, match="unexpected keyword argument 'window'"):
         jax.jit(lambda q: cj.flash_attention(q, k, v, window=3))(q)
 

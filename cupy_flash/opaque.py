@@ -33,14 +33,15 @@ def is_dynamo_tracing() -> bool:
     return hasattr(compiler, "is_dynamo_compiling") and compiler.is_dynamo_compiling()
 
 
-def marked(function: _F) -> _F:
+def marked(function: _F, reason: str = _REASON) -> _F:
     """Mark a function so that calls from traced functions split the graph; return the function.
 
-    The function is one that calls an opaque function before it reads a tensor.
+    The function is one that calls an opaque function before it reads a tensor. `reason` is part of
+    the error with `fullgraph=True`.
     """
     # Attributes that `torch.compiler.disable` sets.
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     return function
 
 

@@ -25,6 +25,7 @@ return_attn_probs : bool
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ import cupy_flash
 from cupy_flash.arrays.strided import kind_of
 from cupy_flash.calls.arguments import check_packed
 from cupy_flash.calls.scaled_dot_product import require_no_dropout
+from cupy_flash.opaque import marked, outside
 from cupy_flash.torch import (
     flash_attention,
     flash_attention_varlen,
@@ -505,10 +507,11 @@ def _are_recorded(tensors: tuple[Any, ...]) -> bool:
     return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors)
 
 
-_disable: Any = torch.compiler.disable
-_outside_graph = _disable(
-    _called, reason="calls with a cache or a block_table are no operators of PyTorch"
-)
+@functools.partial(marked, reason="calls with a cache or a block_table are no operators of PyTorch")
+def _outside_graph(name: str, function: Any, tensors: tuple[Any, ...]) -> Any:
+    return outside(_called, (name, function, tensors))
+
+
 _Function: Any = torch.autograd.Function
 
 

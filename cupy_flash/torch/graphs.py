@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cupy_flash.arrays.strided import LAYOUTS
+from cupy_flash.opaque import marked, outside
 
 
 def are_tensors(*arrays: Any, optional: tuple[Any, ...] = ()) -> bool:
@@ -36,12 +37,11 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _call_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    return function(*arguments, **options)
+@functools.partial(marked, reason="an argument of the call is not one that a graph can hold")
+def outside_graph(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a function outside the graph of `torch.compile`.
 
-
-# Calls a function outside the graph of `torch.compile`, which splits the graph, or is an error with
-# `fullgraph=True`. Wrong arguments raise the usual errors there.
-outside_graph = torch.compiler.disable(
-    _call_of, reason="an argument of the call is not one that a graph can hold"
-)
+    This splits the graph, or is an error with `fullgraph=True`. Wrong arguments raise the usual
+    errors there.
+    """
+    return outside(function, arguments, options)

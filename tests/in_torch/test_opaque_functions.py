@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -123,3 +125,11 @@ def test_functions_without_a_tensor_are_not_traced() -> None:
 
     x = torch.zeros(3)
     torch.testing.assert_close(torch.compile(seen, backend="eager")(x), seen(x))
+
+
+def test_the_compiler_is_imported_only_when_it_is_used() -> None:
+    program = """
+import sys, cupy_flash.torch, cupy_flash.flash_attn
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)

@@ -183,7 +183,7 @@ def test_operators_of_plain_calls_have_few_arguments_and_no_lists() -> None:
     q, k, v = (torch.randn(2, 9, 2, 8, requires_grad=True) for _ in range(3))
     out = torch.compile(function, backend=backend, fullgraph=True)(q, k, v)
     torch.autograd.grad(out.sum(), (q, k, v))
-    # Those of the forward pass, and in addition dout, dlse, out, lse and the names of gradients.
+    # The backward operator also takes dout, dlse, out, lse and the names of gradients.
     assert [len(node.args) for node in found] == [11, 11 + 5]
     for node in found:
         assert not node.kwargs

@@ -1,5 +1,5 @@
-// KV tiles of a CTA of the Hopper gradient kernel: one or, with `Config::fetches_kv_tiles`, as many
-// as it fetches.
+// KV tiles of a CTA of the Hopper gradient kernel. A CTA has one KV tile or, with
+// `Config::fetches_kv_tiles`, fetches one after another.
 //
 // A CTA takes about as long to start and to end as for one query tile. If a KV tile has few query
 // tiles, each CTA therefore processes many KV tiles. The loader fetches them in advance, and loads

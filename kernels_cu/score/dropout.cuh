@@ -49,13 +49,14 @@ struct DropoutNumbers {
   }
 
   // Returns a word whose bytes have their highest bit set where the byte of `word` is at least the
-  // threshold. The lower seven bits are compared by an addition that carries into the highest bit.
-  // The highest bit of `word` then decides alone, unless it equals that of the threshold.
+  // threshold; the other bits are arbitrary. The lower seven bits are compared by an addition that
+  // carries into the highest bit. The highest bit of `word` then decides alone, unless it equals
+  // that of the threshold.
   __device__ unsigned kept_bytes(unsigned word) const {
     const unsigned addend = (0x80 - threshold % 128) * 0x01010101u;
     const unsigned is_low = threshold < 128 ? ~0u : 0;
     const unsigned carries = (word & 0x7f7f7f7f) + addend;
-    return ((carries & word) | (is_low & (carries | word))) & 0x80808080;
+    return (carries & word) | (is_low & (carries | word));
   }
 
   // Returns whether a pair keeps its weight. Takes one call of Philox.
@@ -93,15 +94,14 @@ __device__ T kept_weight(const AnyParams& p) {
 // Which pairs of a warp's accumulator fragments, of 16 rows and `Columns` columns, keep their
 // weight. `RowsAreKeys` says whether rows are keys and columns are queries.
 //
-// A bit for each pair is kept in registers: four squares of 16 x 16 pairs share a register. In
-// each of its bytes, bits 7 - 2 s and 6 - 2 s belong to the even and the odd columns of square s.
+// A register holds the bits of the lane's pairs in a square of 16 x 16 pairs. In each of its bytes,
+// bits 7 and 6 belong to the even and the odd column; the other bits are arbitrary.
 template <bool RowsAreKeys, int Columns>
 struct KeptPairs {
   static constexpr int squares = Columns / 16;
-  static constexpr int words = (squares + 3) / 4;
   static_assert(squares * 16 == Columns, "whole squares");
 
-  unsigned bits[words];
+  unsigned bits[squares];
 
   // Draws the numbers. `first_row` and `first_column` are multiples of 16, indices in a sequence.
   // Of two squares, a lane calls Philox for one, and the lane that holds the row's neighbor for the
@@ -113,32 +113,28 @@ struct KeptPairs {
     const unsigned row_call = first_row / 4 + lane / 8;
     const unsigned column_call = first_column / 4 + lane % 4;
 #pragma unroll
-    for (int i = 0; i < words; ++i) bits[i] = 0;
-#pragma unroll
     for (int square = 0; square < squares; square += 2) {
       const bool is_last = square == squares - 1;
       const unsigned own = quarter(numbers, batch, head, row_call,
                                    column_call + 4 * (square + (is_last ? 0 : is_odd)));
       if (is_last) {
-        insert(square, own, is_odd);
+        bits[square] = own << 2 * is_odd;
       } else {
         const unsigned other = __shfl_xor_sync(~0u, own, 4);
-        insert(square, is_odd ? other : own, is_odd);
-        insert(square + 1, is_odd ? own : other, is_odd);
+        bits[square] = (is_odd ? other : own) << 2 * is_odd;
+        bits[square + 1] = (is_odd ? own : other) << 2 * is_odd;
       }
     }
   }
 
   // Returns a mask for the `i`-th pair of packed 16-bit elements, in accumulator order.
   __device__ unsigned mask(int i) const {
-    const unsigned even = bits[i / 16] << 2 * (i / 4 % 4);
-    return ptx::prmt_sign_bytes(even, even << 1, byte(i % 2, i / 2 % 2));
+    return ptx::prmt_sign_bytes(bits[i / 4], bits[i / 4] << 1, byte(i % 2, i / 2 % 2));
   }
 
   // Returns whether the `i`-th accumulator keeps its weight.
   __device__ bool keeps(int i) const {
-    const int position = 8 * byte(i / 2 % 2, i / 4 % 2) + 7 - 2 * (i / 8 % 4) - i % 2;
-    return bits[i / 32] >> position & 1;
+    return bits[i / 8] >> (8 * byte(i / 2 % 2, i / 4 % 2) + 7 - i % 2) & 1;
   }
 
   // Sets those of four accumulators, the `j`-th of the lane, to 0 whose pairs are dropped.
@@ -160,11 +156,15 @@ struct KeptPairs {
     unsigned words[4];
     numbers.draw(words, RowsAreKeys ? column_call : row_call, RowsAreKeys ? row_call : column_call,
                  head, batch);
-    return numbers.kept_bytes(words[0]) | numbers.kept_bytes(words[RowsAreKeys ? 2 : 1]) >> 1 |
-           numbers.kept_bytes(words[RowsAreKeys ? 1 : 2]) >> 2 | numbers.kept_bytes(words[3]) >> 3;
+    unsigned result = numbers.kept_bytes(words[0]);
+    result = joined<0x80808080>(result, numbers.kept_bytes(words[RowsAreKeys ? 2 : 1]) >> 1);
+    result = joined<0xc0c0c0c0>(result, numbers.kept_bytes(words[RowsAreKeys ? 1 : 2]) >> 2);
+    return joined<0xe0e0e0e0>(result, numbers.kept_bytes(words[3]) >> 3);
   }
 
-  __device__ void insert(int square, unsigned quarter, bool is_odd) {
-    bits[square / 4] |= ((is_odd ? quarter << 2 : quarter) & 0xc0c0c0c0) >> 2 * (square % 4);
+  // Returns the bits of `first` that `Mask` selects, and the others of `second`.
+  template <unsigned Mask>
+  __device__ static unsigned joined(unsigned first, unsigned second) {
+    return (first & Mask) | (second & ~Mask);
   }
 };

@@ -121,6 +121,7 @@ def test_a_wrong_probability_raises_the_usual_error(device: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_cuda_graphs_of_the_compiler_draw_new_seeds() -> None:
     inputs = rows("cuda")
 

@@ -3,6 +3,7 @@
 // the preprocess kernel takes the factor of kept weights into account.
 #pragma once
 
+#include "ptx/registers.cuh"
 #include "score/dropout.cuh"
 
 #if __CUDA_ARCH__ == 900
@@ -27,6 +28,8 @@ struct HopperPartDropout<Config, true> {
   __device__ void draw(const Cta& cta, const Step& step, int part, int first_key) {
     kept.draw(dropout_numbers<Config>(cta.p), cta.coord.batch, step.head, first_key,
               step.tile * Config::Br + part * columns);
+    // Otherwise the compiler sinks the numbers to their use, after the next wait.
+    ptx::compute_before_wait(kept.bits);
   }
 
   // Returns whether the pair of the `i`-th accumulator keeps its weight.

@@ -388,8 +388,10 @@ struct HopperGradientProducts {
 
   // Whether P is computed for all pairs, and the P of masked pairs are set to 0 afterwards.
   // Otherwise the code that computes P evaluates the mask.
-  static constexpr bool masks_p = !Config::modified || Cta::streams_bias ||
-                                  (Config::stores_pairs && !Mods::changes_scores);
+  static constexpr bool masks_p =
+      !Config::modified || Cta::streams_bias ||
+      (!Mods::changes_scores &&
+       (Config::stores_pairs || (Config::dropout && !Mods::masks_pairs)));
 
   __device__ void compute_all_p(Scores& scores, LaneRows& lse_log2, const Step& step, int part,
                                 bool is_masked, unsigned visible_pairs) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "forward/hopper/cta.cuh"
+#include "ptx/registers.cuh"
 #include "score/dropout.cuh"
 
 #if __CUDA_ARCH__ == 900
@@ -31,6 +32,9 @@ struct HopperDropout<Config, true> {
     const TileCoord& coord = cta.work_tile_at(work_tile_slot)->coord;
     kept.draw(numbers, coord.batch, coord.head, first_row + threadIdx.x / 32 % 4 * 16,
               kv_tile * Config::Bc);
+    // Otherwise the compiler sinks the numbers to their use, after the wait for the scores:
+    // the pass then takes twice as long (head_dim 128, H200).
+    ptx::compute_before_wait(kept.bits);
   }
 
   // Sets the probabilities of dropped pairs, packed in accumulator order, to 0.

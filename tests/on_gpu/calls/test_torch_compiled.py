@@ -34,7 +34,7 @@ def inputs(batch: int, rows: int, dtype: Any) -> tuple[Any, Any]:
 def errors(found: list[Any], exact: list[Any]) -> list[float]:
     """Return the largest error of each tensor, relative to the largest element."""
     return [
-        float((x.double() - y).abs().max() / y.abs().max())
+        float(((x.double() - y).abs().max() / y.abs().max()).detach())
         for x, y in zip(found, exact, strict=True)
     ]
 

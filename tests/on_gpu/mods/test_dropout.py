@@ -69,7 +69,7 @@ class Sizes:
         for first in range(0, rows, self.head_dim):
             stop = min(rows, first + self.head_dim)
             array = self.zeros(rows)
-            array[:, first:stop, :, : stop - first] = np.eye(stop - first)[:, None]
+            array[:, first:stop, :, : stop - first] = unit(stop - first, array.dtype)
             yield slice(first, stop), array
 
     def expected(self) -> np.ndarray:
@@ -78,6 +78,11 @@ class Sizes:
             np.array(self.seed, np.int64),
         )
         return np.asarray(mask)
+
+
+def unit(count: int, dtype: Any) -> Any:
+    """Return the unit matrix with an axis of heads, (count, 1, count)."""
+    return cupy.asarray(np.eye(count).astype(dtype))[:, None]
 
 
 def tile_of(sizes: Sizes, test: int, planned: Callable[[], Plan]) -> dict[str, Any]:
@@ -137,18 +142,18 @@ def test_the_backward_pass_drops_the_pairs_of_the_mask(test: int) -> None:
     how = tile_of(sizes, test, planned)
     expected = sizes.expected()
     # dv is the sum over queries of weights times dout.
-    for rows, unit in sizes.units(sizes.seqlen_q):
+    for rows, each in sizes.units(sizes.seqlen_q):
         _, _, dv = cupy_flash.flash_attention_backward(
-            unit, q, k, v, out, lse, **how, **sizes.options
+            each, q, k, v, out, lse, **how, **sizes.options
         )
         found = transposed(dv)[..., : rows.stop - rows.start].swapaxes(2, 3)
         np.testing.assert_array_equal(found != 0, expected[:, :, rows])
     # dP is 1 of kept and 0 of dropped pairs, and delta is between these two, times a factor, unless
     # all pairs of a row are alike. So dS is positive of kept and negative of dropped pairs.
     is_mixed = expected.any(-1) & ~expected.all(-1)
-    for keys, unit in sizes.units(sizes.seqlen_k):
+    for keys, each in sizes.units(sizes.seqlen_k):
         dq, _, _ = cupy_flash.flash_attention_backward(
-            dout, q, unit, v, out, lse, **how, **sizes.options
+            dout, q, each, v, out, lse, **how, **sizes.options
         )
         found = transposed(dq)[..., : keys.stop - keys.start]
         np.testing.assert_array_equal((found > 0)[is_mixed], expected[..., keys][is_mixed])
@@ -175,7 +180,7 @@ def test_packed_sequences_drop_the_pairs_of_the_mask(test: int) -> None:
         for begin, count in zip(ends_k, keys, strict=False):
             stop = min(int(count), first + sizes.head_dim)
             if stop > first:
-                v[begin + first : begin + stop, :, : stop - first] = np.eye(stop - first)[:, None]
+                v[begin + first : begin + stop, :, : stop - first] = unit(stop - first, v.dtype)
         try:
             out = cupy_flash.flash_attention_varlen(
                 *(q, k, v, cupy.asarray(ends_q), cupy.asarray(ends_k), *lengths),

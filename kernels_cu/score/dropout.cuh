@@ -18,6 +18,7 @@
 #pragma once
 
 #include "ptx/bytes.cuh"
+#include "ptx/integer.cuh"
 
 // Random numbers of a call's dropout.
 struct DropoutNumbers {
@@ -37,8 +38,8 @@ struct DropoutNumbers {
     unsigned low = key[0], high = key[1];
 #pragma unroll
     for (int round = 0; round < 10; ++round) {
-      const unsigned long long first = 0xD2511F53ull * words[0];
-      const unsigned long long second = 0xCD9E8D57ull * words[2];
+      const unsigned long long first = ptx::mul_wide_u32(words[0], 0xD2511F53);
+      const unsigned long long second = ptx::mul_wide_u32(words[2], 0xCD9E8D57);
       words[0] = static_cast<unsigned>(second >> 32) ^ words[1] ^ low;
       words[1] = static_cast<unsigned>(second);
       words[2] = static_cast<unsigned>(first >> 32) ^ words[3] ^ high;
@@ -54,7 +55,9 @@ struct DropoutNumbers {
   // that of the threshold.
   __device__ unsigned kept_bytes(unsigned word) const {
     const unsigned addend = (0x80 - threshold % 128) * 0x01010101u;
-    const unsigned is_low = threshold < 128 ? ~0u : 0;
+    // All bits set if the threshold is below 128. A conditional expression would become a selection
+    // for each word.
+    const unsigned is_low = static_cast<unsigned>(static_cast<int>(threshold - 128) >> 31);
     const unsigned carries = (word & 0x7f7f7f7f) + addend;
     return (carries & word) | (is_low & (carries | word));
   }

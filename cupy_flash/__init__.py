@@ -12,6 +12,7 @@ from cupy_flash.api.backward import (
 from cupy_flash.api.check_mod import check_mod
 from cupy_flash.api.combine import combine
 from cupy_flash.api.dense import flash_attention, flash_attention_qkvpacked
+from cupy_flash.api.dropout_mask import dropout_mask
 from cupy_flash.api.kvcache import flash_attention_with_kvcache
 from cupy_flash.api.plan import plan, plan_backward, plan_varlen, plan_with_kvcache
 from cupy_flash.api.quantize import quantize_kv
@@ -56,6 +57,7 @@ __all__ = [
     "attention_with_kvcache_reference",
     "check_mod",
     "combine",
+    "dropout_mask",
     "flash_attention",
     "flash_attention_backward",
     "flash_attention_qkvpacked",

@@ -11,7 +11,19 @@ from cupy_flash.calls import dispatch, dispatch_backward
 from cupy_flash.calls.arguments import Arguments, GradientArguments
 from cupy_flash.calls.options import Options, plain_options
 from cupy_flash.mods.base import Modification
-from cupy_flash.mods.keywords import ARRAYS, MODS, checked_softcap, window_of, with_offsets
+from cupy_flash.mods.keywords import (
+    ARRAYS,
+    DROPOUT,
+    DROPOUT_P,
+    DROPOUT_SEED,
+    DROPOUT_STEPS,
+    MODS,
+    checked_dropout,
+    checked_softcap,
+    require_seed,
+    window_of,
+    with_offsets,
+)
 from cupy_flash.problem.gradient import OF_MOD, ROWS
 
 # Modifications that are differentiable inputs if they are arrays; numbers and lists are constants.
@@ -271,6 +283,7 @@ def _call(
     options: Options, lengths: tuple[Any, ...], modifications: Mapping[str, Any]
 ) -> tuple[DifferentiableCall, tuple[Any, ...]]:
     options = plain_options(options)
+    modifications = with_plain_dropout(modifications)
     given = {
         name: modifications[name]
         for name in WITH_GRADIENT
@@ -281,11 +294,32 @@ def _call(
     following = None
     if not given and all(value is None for value in others.values()):
         following = _following_arrays(options, by_name)
-    arrays = {**by_name, **{name: others.get(name) for name in ARRAYS}}
+    arrays = {**by_name, **{name: others.get(name) for name in (*ARRAYS, DROPOUT_SEED)}}
     constants = {name: array for name, array in arrays.items() if array is not None}
     names, without_lse = (*ROWS, *given), options._replace(return_lse=False)
     call = DifferentiableCall(names, options, lengths, others, constants, without_lse, following)
     return call, tuple(given.values())
+
+
+def with_plain_dropout(modifications: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the modifications with dropout_p as an immutable number.
+
+    Both arguments of dropout are left out if dropout_p is 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If dropout_p is not a probability below 1, and if dropout_seed is missing.
+    """
+    if not modifications or modifications.keys().isdisjoint(DROPOUT):
+        return modifications
+    dropout_p = modifications.get(DROPOUT_P)
+    others = {name: x for name, x in modifications.items() if name not in DROPOUT}
+    threshold = None if dropout_p is None else checked_dropout(dropout_p)
+    if threshold is None:
+        return others
+    seed = require_seed(modifications)
+    return {**others, DROPOUT_P: threshold / DROPOUT_STEPS, DROPOUT_SEED: seed}
 
 
 def _following_arrays(options: Options, lengths: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from cupy_flash.mods.ir.compose import varies
+from cupy_flash.mods.keywords import DROPOUT_SEED
 from cupy_flash.mods.trace.traced import Traced
 from cupy_flash.problem.gradient import OF_MOD, ROWS
 
@@ -52,6 +53,9 @@ def can_fold(
         User's functions, traced.
     """
     if kind == "varlen" or _OF_ALL_SEQUENCES & set(mapped):
+        return False
+    # The weights that dropout drops depend on the index of the sequence, which would be another.
+    if DROPOUT_SEED in names:
         return False
     # The gradients of sinks and captures are summed over all sequences. Packed new rows stay
     # packed.

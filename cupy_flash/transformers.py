@@ -71,7 +71,8 @@ def attention(
         Result of the function of that name, or a bool or additive mask that broadcasts to (batch,
         heads_q, seqlen_q, seqlen_k). It replaces `is_causal` and `sliding_window`.
     dropout : float
-        0: dropout is not supported.
+        Probability of dropping a weight of the softmax, which models set while they are trained.
+        It is rounded to a multiple of 1 / 256. Each call draws from PyTorch's generator.
     scaling : float, optional
         Factor on the scores, by default 1 / sqrt(head_dim).
     sliding_window : int, optional
@@ -103,16 +104,11 @@ def attention(
     Raises
     ------
     UnsupportedError
-        If `dropout` is not 0; if an argument is refused; and if packed sequences are combined with
-        a mask of all pairs, a position bias, or chunks that ignore them.
+        If an argument is refused, and if packed sequences are combined with a mask of all pairs, a
+        position bias, or chunks that ignore them.
     TypeError, ValueError, CompileError
         See `cupy_flash.torch.flash_attention`.
     """
-    if dropout != 0:
-        raise UnsupportedError(
-            f"dropout is {dropout}; expected 0, as dropout is not supported: set the attention "
-            "dropout of the model's configuration to 0, or call model.eval()"
-        )
     for name in _REFUSED:
         if others.get(name) is not None:
             raise UnsupportedError(
@@ -125,6 +121,8 @@ def attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap, "sinks": s_aux}
+    if dropout != 0:
+        options["dropout_p"] = dropout
 
     pattern = attention_mask if isinstance(attention_mask, AttentionPattern) else None
     lengths: Any = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)

@@ -20,6 +20,8 @@ from .mods import CaseMods
 
 # Keyword arguments that hold arrays over (query, key) pairs.
 OF_PAIRS = ("bias", "mask")
+# Seed of the random numbers of dropout.
+_SEED = 2024
 
 
 def numpy_dtype(name: str) -> np.dtype:
@@ -78,6 +80,9 @@ def keywords(
         result["window_size"] = tuple(mods.window)
     if mods.softcap is not None:
         result["softcap"] = mods.softcap
+    if mods.dropout is not None:
+        result["dropout_p"] = mods.dropout
+        result["dropout_seed"] = placed(np.array([_SEED, 0], np.int64))
     if mods.mod is not None:
         built_in = BUILT_IN[mods.mod]
         captures = built_in.captures(sizes.heads_q, sizes.seqlen_k)

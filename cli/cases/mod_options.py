@@ -56,6 +56,10 @@ _MOD_OPTIONS: dict[str, tuple[click.ParamType, str]] = {
         )
         for name, what in (("bias", "Bias in the dtype of q"), ("mask", "Boolean mask"))
     },
+    "dropout": (
+        CommaList(_or_none("dropout"), "a number from 0 to below 1, or none", "0.1"),
+        "Probability of dropout; 0 or none for no dropout. Results are then not checked.",
+    ),
     "mod": (
         CommaList(_or_none("mod"), f"one of {', '.join(BUILT_IN)}, none", "documents"),
         "Mask or score function: "

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cupy_flash.mods.keywords import Window, checked_softcap, window_of
+from cupy_flash.mods.keywords import Window, checked_dropout, checked_softcap, window_of
 
 from .built_in import BUILT_IN
 
@@ -33,6 +33,8 @@ class CaseMods:
         Whether each query head has a sink.
     bias, mask
         Shape of the bias or of the mask array, one of `SPANS`; None for no array.
+    dropout
+        Probability of dropout; None for no dropout. The random numbers are the same in every call.
     mod
         Name of a function in `BUILT_IN`, written as users write theirs; None for no function.
     """
@@ -43,6 +45,7 @@ class CaseMods:
     sinks: bool = False
     bias: str | None = None
     mask: str | None = None
+    dropout: float | None = None
     mod: str | None = None
 
     def __bool__(self) -> bool:
@@ -78,11 +81,15 @@ def _window_text(window: Window) -> str:
     return ":".join("" if bound is None else str(bound) for bound in window)
 
 
-def _softcap_text(softcap: float) -> str:
-    return repr(softcap).removesuffix(".0")
+def _number_text(number: float) -> str:
+    return repr(number).removesuffix(".0")
 
 
-_TEXTS: dict[str, Callable[[Any], str]] = {"window": _window_text, "softcap": _softcap_text}
+_TEXTS: dict[str, Callable[[Any], str]] = {
+    "window": _window_text,
+    "softcap": _number_text,
+    "dropout": _number_text,
+}
 
 
 def _window(text: str) -> Window:
@@ -96,6 +103,12 @@ def _window(text: str) -> Window:
 def _softcap(text: str) -> float | None:
     """Parse a number; 0 means no softcap."""
     return checked_softcap(float(text))
+
+
+def _dropout(text: str) -> float | None:
+    """Parse a probability; 0 means no dropout."""
+    probability = float(text)
+    return None if checked_dropout(probability) is None else probability
 
 
 def _yes(text: str) -> bool:
@@ -121,5 +134,6 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "sinks": _yes,
     "bias": _one_of(*SPANS),
     "mask": _one_of(*SPANS),
+    "dropout": _dropout,
     "mod": _one_of(*BUILT_IN),
 }

@@ -158,7 +158,9 @@ class Runner:
                 cell.reason = inputs
             return cells, None
         ready = [cell for cell in left if self._prepare(cell, inputs)]
-        if ready and self.settings.check:
+        # The check computes some heads and rows of a call, whose random numbers are others if they
+        # are a call of their own.
+        if ready and self.settings.check and case.mods.dropout is None:
             on_gpu = any(cell.provider.on_gpu for cell in ready)
             try:
                 check = check_of(inputs, self.settings.seed, on_gpu=on_gpu)

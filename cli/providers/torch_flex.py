@@ -93,6 +93,8 @@ class Flex(TorchProvider):
             return "flex_attention is timed on batches of equal length only"
         if case.mods.sinks:
             return "flex_attention has no sinks"
+        if case.mods.dropout is not None:
+            return "flex_attention has no dropout"
         first = case.first_query
         if case.mods.mod == "documents" and not 0 <= first <= case.seqlen_k - case.seqlen_q:
             return "queries beyond the keys are in no document, and flex_attention does not clamp"

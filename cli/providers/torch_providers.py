@@ -19,6 +19,7 @@ from cupy_flash.planning.planner import Plan, make_plan
 
 from ..cases.cases import Case
 from ..cases.inputs import Inputs
+from ..cases.mod_arguments import OF_PAIRS
 from ..cases.mods import CaseMods
 from ..measure import memory
 from ..measure.timing import Timed
@@ -47,7 +48,7 @@ def _why_no_call(case: Case) -> str | None:
 def _why_no_mask(mods: CaseMods, *, causal: bool) -> str | None:
     """Return why torch's call cannot compute these modifications, or None if it can."""
     arrays = [name for name in ("bias", "mask") if getattr(mods, name)]
-    if others := dataclasses.replace(mods, bias=None, mask=None):
+    if others := dataclasses.replace(mods, bias=None, mask=None, dropout=None):
         return f"scaled_dot_product_attention has no {others}"
     if len(arrays) > 1:
         return "scaled_dot_product_attention takes a bias or a mask, not both"
@@ -299,8 +300,11 @@ class ScaledDotProduct(TorchProvider):
         # In some versions, `import torch` does not import this module.
         importlib.import_module("torch.nn.attention")
         arguments = {"is_causal": _has_mask(case), "scale": case.softmax_scale}
-        for array in inputs.modifications(on_gpu=True).values():
-            arguments["attn_mask"] = to_torch(array)
+        if case.mods.dropout is not None:
+            arguments["dropout_p"] = case.mods.dropout
+        for name, array in inputs.modifications(on_gpu=True).items():
+            if name in OF_PAIRS:
+                arguments["attn_mask"] = to_torch(array)
         attention = functools.partial(
             torch_module().nn.functional.scaled_dot_product_attention, **arguments
         )

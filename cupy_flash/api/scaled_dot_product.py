@@ -20,6 +20,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
+    dropout_seed: Any | None = None,
     stream: Any | None = None,
 ) -> Any:
     """Compute attention as ``torch.nn.functional.scaled_dot_product_attention`` does.
@@ -43,7 +44,8 @@ def scaled_dot_product_attention(
         Mask that broadcasts to (..., heads, seqlen_q, seqlen_k). A query attends to a key where a
         bool mask is True. A mask of float32 or query's dtype is added to the scaled scores.
     dropout_p : float
-        Probability of dropout. Only 0 is supported.
+        Probability of dropping a weight of the softmax, see `flash_attention`. PyTorch's own
+        function drops other weights.
     is_causal : bool
         Whether query i attends only to the keys j <= i. The mask is aligned at the top left, also
         if seqlen_q and seqlen_k differ, unlike that of `flash_attention(causal=True)`. Excludes
@@ -53,6 +55,8 @@ def scaled_dot_product_attention(
     enable_gqa : bool
         Whether heads may be a multiple of heads_kv; query head h then uses KV head
         h // (heads // heads_kv). Otherwise heads and heads_kv must be equal.
+    dropout_seed : int or int64 array, shape (2,), optional
+        Seed of the weights to drop, see `flash_attention`. By default each call draws a new one.
     stream : stream, optional
         Stream to run on instead of the current one, see `flash_attention`.
 
@@ -68,7 +72,7 @@ def scaled_dot_product_attention(
     ValueError
         If shapes do not match, or attn_mask is given together with is_causal.
     UnsupportedError
-        If dropout_p is not 0, and in the cases of `flash_attention`.
+        In the cases of `flash_attention`.
     CompileError
         If a kernel does not compile.
 
@@ -82,5 +86,6 @@ def scaled_dot_product_attention(
     """
     return scaled_dot_product.run(
         *(flash_attention, query, key, value, attn_mask),
-        *(dropout_p, is_causal, scale, enable_gqa, stream),
+        *(dropout_p, is_causal, scale, enable_gqa),
+        *(dropout_seed, stream),
     )

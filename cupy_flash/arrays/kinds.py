@@ -268,6 +268,34 @@ def vector(name: str, values: Any, *, on_host: bool) -> Any:
         return _to_device(array.astype(np.float64), on_host=on_host)
 
 
+def seed_and_offset(name: str, value: Any, *, on_host: bool) -> Any:
+    """Return a seed, or a list of a seed and an offset, as an int64 array in the memory of q.
+
+    The offset of an integer is 0. Integers from 2^63 to below 2^64 keep their 64 bits. The memory
+    of q is host memory if `on_host`.
+
+    Raises
+    ------
+    TypeError
+        If a value is not an integer.
+    ValueError
+        If a list does not hold two integers, or an integer does not fit 64 bits.
+    """
+    numbers = list(value) if isinstance(value, (list, tuple)) else [value, 0]
+    if len(numbers) != 2:
+        raise ValueError(f"{name} is {value!r}; expected an integer, or two: a seed and an offset")
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, (int, np.integer)):
+            raise TypeError(
+                f"{name} is {value!r}; expected an integer, or an int64 array of a seed and an "
+                "offset"
+            )
+        if not -(2**63) <= int(number) < 2**64:
+            raise ValueError(f"{name} is {value!r}; expected integers of 64 bits")
+    bits = np.array([int(number) % 2**64 for number in numbers], np.uint64)
+    return _to_device(bits.view(np.int64), on_host=on_host)
+
+
 def _to_device(array: np.ndarray, *, on_host: bool) -> Any:
     """Return a NumPy array, or its copy as a CuPy array if not `on_host`."""
     if on_host:

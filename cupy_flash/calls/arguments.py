@@ -21,6 +21,7 @@ from cupy_flash.arrays.kinds import (
     normalize_out,
     normalize_scale,
     result_converter,
+    seed_and_offset,
     vector,
 )
 from cupy_flash.arrays.strided import kind_of
@@ -31,7 +32,7 @@ from cupy_flash.calls.check.modifications import (
     parse_modifications,
 )
 from cupy_flash.calls.options import Options
-from cupy_flash.mods.keywords import VECTORS
+from cupy_flash.mods.keywords import DROPOUT_SEED, VECTORS
 from cupy_flash.problem.problem import Problem
 
 
@@ -374,6 +375,9 @@ def normalized(given: Any, written: tuple[str, ...] = ("out",)) -> tuple[Any, Ca
             continue
         if name in VECTORS and is_number_or_list(array):
             result[name] = vector(name, array, on_host=on_host)
+            continue
+        if name == DROPOUT_SEED and is_number_or_list(array):
+            result[name] = seed_and_offset(name, array, on_host=on_host)
             continue
         if name in FLOAT8_SCALES:
             result[name] = normalize_scale(name, array, on_host=on_host)

@@ -19,10 +19,12 @@ from cupy_flash.arrays.strided import (
 )
 from cupy_flash.calls.arguments import INT32, call_arrays
 from cupy_flash.calls.options import DENSE_KINDS, Options
-from cupy_flash.mods.keywords import ARRAYS, VECTORS
+from cupy_flash.mods.keywords import ARRAYS, DROPOUT_SEED, VECTORS
 
-_CONVERTED = INT32.union(ARRAYS)
-_INT32 = np.dtype(np.int32)
+_CONVERTED = INT32.union(ARRAYS, (DROPOUT_SEED,))
+# Arrays that the argument struct describes without strides, so that they must be contiguous.
+_CONTIGUOUS = INT32.union((DROPOUT_SEED,))
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 
 class Converted(NamedTuple):
@@ -36,8 +38,9 @@ def conversions(arrays: Any, options: Options | None = None) -> dict[str, Conver
     """Return the shape and dtype of the copy of each array that a call has to copy, by name.
 
     Lengths, offsets and indices of any integer dtype become int32. ALiBi slopes and sinks of any
-    float dtype become float32 or float64, and a single number is repeated for each head. Arrays
-    that are not aligned to their element size are copied to aligned memory.
+    float dtype become float32 or float64, and a single number is repeated for each head. A seed of
+    any integer dtype becomes int64. Arrays that are not aligned to their element size are copied to
+    aligned memory.
 
     Parameters
     ----------
@@ -56,6 +59,9 @@ def conversions(arrays: Any, options: Options | None = None) -> dict[str, Conver
         if name in INT32:
             if dtype.kind in "iu" and _can_be_cast(array):
                 dtype = _INT32
+        elif name == DROPOUT_SEED:
+            if dtype.kind in "iu" and _can_be_cast(array):
+                dtype = _INT64
         elif name in VECTORS:
             shape, dtype = _head_values(name, array, arrays, options)
         if not _is_readable(name, array) or dtype != array.dtype or shape != array.shape:
@@ -142,8 +148,7 @@ def _is_readable(name: str, array: Any) -> bool:
     if isinstance(array, np.ndarray):
         # Reading the flags takes 0.1 us, reading the address of a NumPy array 1 us.
         return array.flags.aligned and has_whole_strides(array)
-    # The argument struct holds no strides of int32 arrays, so these must be contiguous.
-    is_contiguous = name not in INT32 or has_contiguous_rows(array)
+    is_contiguous = name not in _CONTIGUOUS or has_contiguous_rows(array)
     return is_contiguous and has_whole_strides(array) and is_aligned(array)
 
 

@@ -6,6 +6,7 @@ The functions for shapes and options are used by `cupy_flash.torch` as well.
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,7 +21,6 @@ from cupy_flash.arrays.strided import (
     require_dtype,
     require_float,
 )
-from cupy_flash.errors import UnsupportedError
 from cupy_flash.problem.values import check_bool, finite
 
 Shape = tuple[int, ...]
@@ -117,18 +117,17 @@ def _whole(mask: Shape, leading: Shape) -> tuple[Shape, Shape]:
 
 
 def options_of(
-    dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool, *, has_mask: bool
+    is_causal: bool, scale: float | None, enable_gqa: bool, *, has_mask: bool
 ) -> dict[str, Any]:
     """Return the arguments of `flash_attention` that are equivalent to PyTorch's arguments.
 
     Raises
     ------
-    TypeError, ValueError, UnsupportedError
-        If an argument has a wrong type or value, or `dropout_p` is not 0.
+    TypeError, ValueError
+        If an argument has a wrong type or value.
     """
     check_bool("is_causal", is_causal)
     check_bool("enable_gqa", enable_gqa)
-    require_no_dropout(dropout_p)
     if is_causal and has_mask:
         raise ValueError("attn_mask is given and is_causal is True; pass only one of them")
     options: dict[str, Any] = {"layout": "bhsd"}
@@ -147,11 +146,12 @@ def _refuse_tensor(name: str, value: Any) -> None:
         raise TypeError(f"{name} is a tensor, which has no gradient here; pass {name}.item()")
 
 
-def require_no_dropout(dropout_p: float) -> None:
-    """Raise UnsupportedError unless the probability of dropout is 0."""
+def dropout_options(dropout_p: float, dropout_seed: Any | None) -> dict[str, Any]:
+    """Return the arguments of `flash_attention` for dropout; none if the probability is 0."""
     _refuse_tensor("dropout_p", dropout_p)
-    if finite("dropout_p", dropout_p) != 0:
-        raise UnsupportedError(f"dropout_p is {dropout_p}; expected 0, as dropout is not supported")
+    if finite("dropout_p", dropout_p) == 0:
+        return {}
+    return {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
 
 
 def mask_name(dtype: str, of_query: str) -> str:
@@ -185,6 +185,7 @@ def run(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
+    dropout_seed: Any | None,
     stream: Any | None,
 ) -> Any:
     """Return what `cupy_flash.scaled_dot_product_attention` returns.
@@ -193,7 +194,7 @@ def run(
     """
     with on_stream(stream, query):
         arrays, options, finish = prepared(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, dropout_seed
         )
         return finish(attention(*arrays, **options))
 
@@ -207,6 +208,7 @@ def prepared(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
+    dropout_seed: Any | None,
 ) -> tuple[tuple[Any, Any, Any], dict[str, Any], Callable[[Any], Any]]:
     """Check and convert the arguments of `cupy_flash.scaled_dot_product_attention`.
 
@@ -214,7 +216,10 @@ def prepared(
     the result of the call, given that of `flash_attention`.
     """
     has_mask = attn_mask is not None
-    options = options_of(dropout_p, is_causal, scale, enable_gqa, has_mask=has_mask)
+    options = options_of(is_causal, scale, enable_gqa, has_mask=has_mask)
+    # As in PyTorch, calls without a seed drop other weights each time.
+    seed = secrets.randbits(64) if dropout_seed is None else dropout_seed
+    options |= dropout_options(dropout_p, seed)
     result = {name: read(name, x) for name, x in (("query", query), ("key", key), ("value", value))}
     q, k, v = result.values()
     mask = read("attn_mask", attn_mask) if has_mask else None

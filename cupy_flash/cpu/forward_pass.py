@@ -15,6 +15,7 @@ from cupy_flash.arrays.sequences import PagedRows
 from cupy_flash.mods.keywords import FURTHEST
 from cupy_flash.mods.on_arrays.block_visibility import BlockVisibility, block_visibility_of
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
+from cupy_flash.mods.on_arrays.dropout import kept_pairs, key_of
 from cupy_flash.mods.on_arrays.scores import FIRST_PAIR, Pairs
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.tile import Tile
@@ -257,6 +258,28 @@ class Pass(NamedTuple):
             return None
         sinks: Array = self.bound_mods.sinks[self._query_heads(block)].astype(self.compute)
         return sinks[..., None, None]
+
+    @property
+    def kept_share(self) -> float | None:
+        """Probability with which dropout keeps a weight; None without dropout."""
+        if self.bound_mods is None or self.bound_mods.dropout is None:
+            return None
+        return self.bound_mods.dropout.kept_share
+
+    def kept_by_dropout(self, block: Block, start: int, stop: int) -> Array | None:
+        """Return which weights of a query tile and keys [start, stop) dropout keeps.
+
+        The bool array has the axes (sequences, KV heads, heads, rows, keys). None without dropout.
+        """
+        if self.bound_mods is None or self.bound_mods.dropout is None:
+            return None
+        dropout = self.bound_mods.dropout
+        sequences = self.first.b + _integers(block.batch)[:, None, None]
+        heads = self._query_heads(block)
+        kept: Array = kept_pairs(
+            *(dropout.threshold, key_of(dropout), sequences, heads, block.rows, slice(start, stop))
+        )
+        return kept
 
     def _query_heads(self, block: Block) -> Array:
         heads = _integers(slice(0, self.q.shape[1] * self.q.shape[2]))

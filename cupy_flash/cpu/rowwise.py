@@ -26,6 +26,7 @@ from cupy_flash.cpu.forward_pass import (
     modify_scores,
 )
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
+from cupy_flash.mods.on_arrays.dropout import kept_pairs, key_of
 from cupy_flash.mods.on_arrays.scores import Pairs
 from cupy_flash.problem.mask import Mask, masked_after, masked_before
 
@@ -102,15 +103,16 @@ def forward(
             q_offset=visible.q_offset,
         )
         begins = np.repeat(visible.begins(queries), group)
-        modification = _Modification(bound_mods, pairs, begins, keys.seqlen - 1)
+        modification = _Modification(bound_mods, pairs, begins, keys.seqlen - 1, first)
     ends = np.repeat(visible.ends(queries), group)
     acc, row_max = _process_tiles(rows, k, v, keys, ends, Bc, modification)
-    row_sum, result = _normalized(acc)
+    share = None if modification is None else modification.kept_share
+    row_sum, result = _normalized(acc, share)
     if not np.isfinite(result).all():
         # A sum of weighted values overflowed, perhaps although all values are finite. Recompute
         # with scaled values, and replace only the results that are not finite.
         acc, _ = _process_tiles(rows, k, v, keys, ends, Bc, modification, compute.type(SHRINK))
-        _, shrunk = _normalized(acc)
+        _, shrunk = _normalized(acc, share)
         result = np.where(np.isfinite(result), result, shrunk / compute.type(SHRINK))
     empty = row_sum == 0
     sinks = None if modification is None else modification.sinks
@@ -137,6 +139,7 @@ class _Modification(NamedTuple):
     pairs: Pairs  # indices except those of keys; they broadcast to (heads_kv, m, 1, keys)
     begins: Array  # first key that each row attends to, (m,)
     last_key: int
+    first: Pairs  # indices of the sequence and of the first row and head
 
     def apply(self, scores: Array, start: int) -> None:
         """Modify scores (heads_kv, m, 1, Bc) of the KV tile at `start`, and mask early keys."""
@@ -149,16 +152,41 @@ class _Modification(NamedTuple):
             np.copyto(scores, -np.inf, where=masked_before(self.begins, start, stop)[:, None])
 
     @property
+    def kept_share(self) -> float | None:
+        """Probability with which dropout keeps a weight; None without dropout."""
+        dropout = self.bound_mods.dropout
+        return None if dropout is None else dropout.kept_share
+
+    def kept_by_dropout(self, start: int, stop: int) -> Array | None:
+        """Return which weights of keys [start, stop) dropout keeps; None without dropout.
+
+        The axes are (heads_kv, m, 1, keys).
+        """
+        dropout = self.bound_mods.dropout
+        if dropout is None:
+            return None
+        heads_kv, m = self.pairs.h.shape[:2]
+        heads = np.unique(self.pairs.h).reshape(heads_kv, -1)
+        seqlen_q = m // heads.shape[1]
+        rows = slice(self.first.row, self.first.row + seqlen_q)
+        kept = kept_pairs(
+            *(dropout.threshold, key_of(dropout), self.first.b, heads, rows, slice(start, stop))
+        )
+        by_row: Array = kept.swapaxes(1, 2).reshape(heads_kv, m, 1, stop - start)
+        return by_row
+
+    @property
     def sinks(self) -> Array | None:
         """Sink of each row, (heads_kv, m, 1, 1); None without sinks."""
         return None if self.bound_mods.sinks is None else self.bound_mods.sinks[self.pairs.h]
 
 
-def _normalized(acc: Array) -> tuple[Array, Array]:
-    """Return the row sums and the rows of the output."""
+def _normalized(acc: Array, kept_share: float | None) -> tuple[Array, Array]:
+    """Return the row sums and the rows of the output; `kept_share` is that of dropout."""
     # The copy is contiguous: NumPy may compute the logarithm of strided arrays differently.
     row_sum = acc[..., -1:].copy()
-    return row_sum, acc[..., :-1] / row_sum
+    divisor = row_sum if kept_share is None else row_sum * acc.dtype.type(kept_share)
+    return row_sum, acc[..., :-1] / divisor
 
 
 def _process_tiles(
@@ -207,7 +235,14 @@ def _process_tiles(
         np.exp(scores, out=scores)
         if start:
             acc *= np.exp(row_max - safe)
-        acc += np.matmul(scores, v_tile[:, None])
+        kept = None if modification is None else modification.kept_by_dropout(start, start + Bc)
+        if kept is None:
+            acc += np.matmul(scores, v_tile[:, None])
+        else:
+            # The row sums are those of all weights.
+            acc[..., -1:] += np.matmul(scores, v_tile[:, None, :, -1:])
+            scores *= kept
+            acc[..., :-1] += np.matmul(scores, v_tile[:, None, :, :-1])
         row_max = new_max
     return acc, row_max
 

@@ -23,6 +23,7 @@ _FORWARD = (
     "arrays/sequences.py",
     "cpu/batching.py",
     "mods/on_arrays/bound_modifications.py",
+    "mods/on_arrays/dropout.py",
     "mods/on_arrays/scores.py",
     "mods/on_arrays/block_visibility.py",
     "problem/mask.py",

@@ -101,12 +101,15 @@ class _Tile:
         np.exp(scores, out=scores)
         # A product with ones computes row sums in a third of the time of add.reduce.
         column = ones(count, job.compute.char)
+        tile_sum = row_sum if is_first else self._scratch_array("tile_sum", row_sum.shape)
+        np.matmul(scores.reshape(-1, count), column, out=tile_sum.reshape(-1))
+        # The row sums, and hence the log-sum-exp, are those of all weights.
+        kept = job.kept_by_dropout(self.block, start, stop)
+        if kept is not None:
+            scores *= kept.reshape(scores.shape)
         if is_first:
-            np.matmul(scores.reshape(-1, count), column, out=row_sum.reshape(-1))
             np.matmul(scores, v, out=acc)
             return
-        tile_sum = self._scratch_array("tile_sum", row_sum.shape)
-        np.matmul(scores.reshape(-1, count), column, out=tile_sum.reshape(-1))
         row_sum += tile_sum
         product = self._scratch_array("product", acc.shape)
         np.matmul(scores, v, out=product)
@@ -139,14 +142,19 @@ class _Tile:
         where = tuple(self.block)
         out = job.out[where]
         if out.dtype == job.compute:
-            np.divide(acc, row_sum, out=out)
+            np.divide(acc, self._divisor(), out=out)
         else:
-            acc /= row_sum
+            acc /= self._divisor()
             np.copyto(out, acc, casting="same_kind")
         if job.lse is not None:
             np.log(row_sum, out=row_sum)
             row_sum += self.row_max
             job.lse[where] = row_sum[..., 0]
+
+    def _divisor(self) -> Array:
+        """Return the row sums, times the probability with which dropout keeps a weight."""
+        share = self.job.kept_share
+        return self.row_sum if share is None else self.row_sum * self.job.compute.type(share)
 
     def _include_sinks(self) -> Array | None:
         sinks = self.job.sinks_of(self.block)
@@ -157,6 +165,6 @@ class _Tile:
     def finish_shrunk(self, rows: Array) -> None:
         """Write the output of `rows`, which was computed with values multiplied by `SHRINK`."""
         self._include_sinks()
-        self.acc /= self.row_sum
+        self.acc /= self._divisor()
         self.acc /= self.job.compute.type(SHRINK)
         np.copyto(self.job.out[tuple(self.block)], self.acc, casting="same_kind", where=rows)

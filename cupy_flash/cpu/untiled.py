@@ -242,7 +242,11 @@ def attend(job: Pass, scratch: Scratch, block: Block, keys: tuple[int, int]) -> 
     write_scores(rows, k, scores, divides)
     apply_mask(job, block, by_head(matrix, keys_axis, q.shape[:4]), begin, end)
     sink = None if sinks is None else np.broadcast_to(sinks, (*q.shape[:4], 1))
-    row_max, row_sum, empty = to_weights(matrix, keys_axis, sink)
+    row_max, row_sum, empty = to_weights(matrix, keys_axis, sink, job.kept_share)
+    kept = job.kept_by_dropout(block, begin, end)
+    if kept is not None:
+        weights = by_head(matrix, keys_axis, q.shape[:4])
+        weights *= kept
     if out.dtype == compute and 1 in q.shape[2:4]:
         by_matrix = out[:, :, 0] if q.shape[2] == 1 else out[:, :, :, 0]
         write_sums(scores, v, by_matrix, divides)
@@ -289,9 +293,11 @@ def by_head(matrix: Array, keys_axis: int, rows: tuple[int, ...]) -> Array:
 
 
 def to_weights(
-    scores: Array, keys_axis: int, sink: Array | None = None
+    scores: Array, keys_axis: int, sink: Array | None = None, kept_share: float | None = None
 ) -> tuple[Array, Array, Array | None]:
     """Replace a matrix of scores by softmax weights, exp(scores - row maximum) / row sum.
+
+    With dropout, the weights are also divided by `kept_share`, the probability of keeping a weight.
 
     Returns the row maxima, the row sums, and which rows have no score above -inf, or None if there
     is no such row. The row sum of such a row is returned as 1. `sink`, one score for each row, is
@@ -311,7 +317,7 @@ def to_weights(
         scores *= include_sink(row_max, row_sum, sink.reshape(row_max.shape))
     # The weights are divided, not multiplied by a reciprocal: the weight of a row's only key is
     # then exactly 1.
-    scores /= row_sum
+    scores /= row_sum if kept_share is None else row_sum * scores.dtype.type(kept_share)
     return row_max, row_sum, empty
 
 

@@ -339,6 +339,11 @@ def may_have_block_mask(problem: Problem) -> bool:
     return is_plain and problem.score is not None and problem.score.block_mask_suffices
 
 
+def has_dropout(problem: Problem) -> bool:
+    """Return whether weights are dropped at random after the softmax."""
+    return problem.score is not None and problem.score.dropout
+
+
 def score_config(problem: Problem) -> dict[str, int | bool]:
     """Return the `Config` members for modifications of scores and for bounds on visible keys."""
     score = problem.score
@@ -350,6 +355,7 @@ def score_config(problem: Problem) -> dict[str, int | bool]:
         "offsets": score is not None and score.offsets,
         "seqused_q": score is not None and score.seqused_q,
         "sinks": score is not None and score.sinks,
+        "dropout": has_dropout(problem),
         "padded": problem.layout.kind == "padded",
     }
 
@@ -401,6 +407,11 @@ def why_not_scale(problem: Problem) -> str | None:
     if not problem.has_huge_scale:
         return None
     return f"treats scores of -inf as masked; a scale of {problem.softmax_scale:g} may cause them"
+
+
+def why_not_dropout(problem: Problem) -> str | None:
+    """Return why a family without dropout cannot serve the problem, or None if it can."""
+    return "does not support dropout" if has_dropout(problem) else None
 
 
 def why_not_shared_memory(device: Device, needed: int) -> str | None:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cupy_flash.families.contract import MAX_GRID, Family, ceil_div, heads_in_l2
+from cupy_flash.families.contract import (
+    MAX_GRID,
+    Family,
+    ceil_div,
+    heads_in_l2,
+    why_not_dropout,
+)
 from cupy_flash.families.schedule import Launch, Schedule, Split
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
@@ -41,6 +47,8 @@ class NaiveFamily(Family[NaiveTile]):
     def _why_not(self, problem: Problem, device: Device) -> str | None:
         if device.arch < 75:
             return f"needs sm_75 or later, and {device.name} is {device.sm}"
+        if reason := why_not_dropout(problem):
+            return reason
         matrix = _matrix_bytes(problem)
         if matrix > _MAX_WORKSPACE:
             return (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cupy_flash.families import split_kv
-from cupy_flash.families.contract import MAX_GRID, ceil_div, heads_in_l2
+from cupy_flash.families.contract import MAX_GRID, ceil_div, has_dropout, heads_in_l2
 from cupy_flash.families.schedule import Launch, Schedule, Split
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import MAX_SEQLEN, Problem
@@ -17,7 +17,8 @@ def group_size(problem: Problem) -> int:
     A tile of several heads reads keys and values once for all of them. For few query rows these
     reads dominate, and for many rows the packing costs nothing.
     """
-    if problem.layout.is_dense:
+    # Random numbers of dropout are shared by rows of one head.
+    if problem.layout.is_dense or has_dropout(problem):
         return 1
     # heads_q may be 0: the result is then empty.
     group = max(1, problem.heads_q // problem.heads_kv)

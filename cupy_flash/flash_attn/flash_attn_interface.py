@@ -3,7 +3,9 @@
 Every function has these arguments of flash_attn, after its tensors and lengths:
 
 dropout_p : float
-    Must be 0, as there is no dropout.
+    Probability of dropping a weight of the softmax, from 0 to below 1, rounded to a multiple of
+    1 / 256. Each call draws the weights that it drops from PyTorch's generator of the device, so
+    `torch.manual_seed` reproduces them, but they are not those that flash_attn drops.
 softmax_scale : float, optional
     Factor on the scores, by default 1 / sqrt(head_dim).
 causal : bool
@@ -20,7 +22,8 @@ deterministic : bool
 return_attn_probs : bool
     Whether to return (out, softmax_lse, probabilities) instead of out. softmax_lse is the
     log-sum-exp of the scores, -inf for rows without a key. The probabilities are an empty tensor,
-    which flash_attn also returns without dropout.
+    which flash_attn also returns without dropout. With dropout, flash_attn returns probabilities,
+    and this argument is not supported.
 """
 
 from __future__ import annotations
@@ -34,13 +37,15 @@ from torch import Tensor
 import cupy_flash
 from cupy_flash.arrays.strided import kind_of
 from cupy_flash.calls.arguments import check_packed
-from cupy_flash.calls.scaled_dot_product import require_no_dropout
+from cupy_flash.calls.scaled_dot_product import dropout_options
+from cupy_flash.errors import UnsupportedError
 from cupy_flash.opaque import marked, outside
 from cupy_flash.torch import (
     flash_attention,
     flash_attention_varlen,
     flash_attention_with_kvcache,
 )
+from cupy_flash.torch.dropout import with_seed
 
 __all__ = [
     "flash_attn_func",
@@ -87,12 +92,12 @@ return_attn_probs
     Raises
     ------
     UnsupportedError
-        If dropout_p is not 0; also see `cupy_flash.torch.flash_attention`.
+        For dropout with return_attn_probs; also see `cupy_flash.torch.flash_attention`.
     TypeError, ValueError, CompileError, NotImplementedError, RuntimeError
         See `cupy_flash.torch.flash_attention`.
     """
-    require_no_dropout(dropout_p)
     modifications = _modifications(window_size, softcap, alibi_slopes)
+    modifications |= _dropout(dropout_p, q, return_attn_probs)
     result = flash_attention(
         *(q, k, v),
         causal=causal,
@@ -246,20 +251,20 @@ return_attn_probs
     Raises
     ------
     UnsupportedError
-        If dropout_p is not 0.
+        For dropout with return_attn_probs.
     NotImplementedError
         In the backward pass of a call with block_table; also see
         `cupy_flash.torch.flash_attention_varlen`.
     TypeError, ValueError, CompileError, RuntimeError
         See `cupy_flash.torch.flash_attention_varlen`.
     """
-    require_no_dropout(dropout_p)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     options: dict[str, Any] = {
         "causal": causal,
         "softmax_scale": softmax_scale,
         "return_lse": return_attn_probs,
         **_modifications(window_size, softcap, alibi_slopes),
+        **_dropout(dropout_p, q, return_attn_probs),
     }
     if block_table is None:
         result = flash_attention_varlen(q, k, v, *lengths, **options)
@@ -549,6 +554,20 @@ def _modifications(window_size: Any, softcap: Any, alibi_slopes: Any) -> dict[st
     if alibi_slopes is not None:
         modifications["alibi_slopes"] = alibi_slopes
     return modifications
+
+
+def _dropout(dropout_p: float, q: Tensor, return_attn_probs: bool) -> dict[str, Any]:
+    """Return the arguments of dropout with a new seed; none if the probability is 0."""
+    options = dropout_options(dropout_p, None)
+    if options and return_attn_probs:
+        raise UnsupportedError(
+            f"return_attn_probs is {return_attn_probs} and dropout_p is {dropout_p}; expected only "
+            "one of them, as the probabilities, whose signs show what was dropped, are never "
+            "stored: pass return_lse=True and a dropout_seed to cupy_flash.torch.flash_attention, "
+            "and the seed to cupy_flash.dropout_mask"
+        )
+    result: dict[str, Any] = with_seed(options, q)
+    return result
 
 
 def _with_probabilities(result: tuple[Tensor, Tensor], q: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,6 +20,8 @@ from cupy_flash.jax.differentiable import (
     static_of,
     without_gradient,
 )
+from cupy_flash.jax.dropout import with_words
+from cupy_flash.mods.keywords import DROPOUT_SEED
 from cupy_flash.problem.tile import TileRequest, freeze_tile
 from cupy_flash.problem.values import named_dtype
 
@@ -56,7 +58,8 @@ def flash_attention(
     ----------
     q, k, v, causal, softmax_scale, q_offset, layout, return_lse, q_scale, k_scale, v_scale,
     out_dtype, **modifications
-        See `cupy_flash.flash_attention`. All arrays may be traced, and q_offset, too.
+        See `cupy_flash.flash_attention`. All arrays may be traced, and q_offset, too. dropout_seed
+        may also be a key of `jax.random`, or an array of one integer.
     family, tile
         Kernel family and tile of the forward pass.
 
@@ -79,6 +82,8 @@ def flash_attention(
         q_offset = jnp.broadcast_to(q_offset, (math.prod(q.shape[:-3]),))
     numbers = {"causal": causal, "softmax_scale": softmax_scale, "q_offset": q_offset}
     require_constants({**numbers, **modifications})
+    if DROPOUT_SEED in modifications:
+        modifications = with_words(modifications)
     arrays = {"q": q, "k": k, "v": v}
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     if out_dtype is not None or any(scale is not None for scale in scales.values()):
@@ -191,6 +196,8 @@ def flash_attention_varlen(
     sizes: dict[str, Any] = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     numbers = {"causal": causal, "softmax_scale": softmax_scale, **sizes}
     require_constants({**numbers, **lengths, **modifications})
+    if DROPOUT_SEED in modifications:
+        modifications = with_words(modifications)
     forward: dict[str, Any] = {
         "family": family,
         "tile": freeze_tile(tile),

@@ -9,12 +9,19 @@ import jax
 import numpy as np
 
 from cupy_flash.arrays.kinds import elements, host_array_on_gpu, unshared
-from cupy_flash.differentiable import WITH_GRADIENT, DifferentiableCall
+from cupy_flash.differentiable import WITH_GRADIENT, DifferentiableCall, with_plain_dropout
 from cupy_flash.gpu.environment import cupy_module
 from cupy_flash.jax import traced
 from cupy_flash.jax.static_call import StaticCall, function_tokens
 from cupy_flash.jax.versions import with_common_axes
-from cupy_flash.mods.keywords import ARRAYS, checked_softcap, require_known, window_of
+from cupy_flash.mods.keywords import (
+    ARRAYS,
+    DROPOUT_P,
+    DROPOUT_SEED,
+    checked_softcap,
+    require_known,
+    window_of,
+)
 from cupy_flash.problem.gradient import ROWS
 
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
@@ -33,10 +40,12 @@ def attention(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, A
     constants = {n: x for n, x in call.constants.items() if isinstance(x, jax.Array)}
     names = (*call.names, *constants)
     count = len(call.names)
+    # Words of a seed are an operand of a traced call only.
+    may_compute = DROPOUT_SEED not in constants
 
     def run(*arrays: Any) -> tuple[Any, Any]:
         given = call.with_constants(dict(zip(constants, arrays[count:], strict=True)))
-        if _have_values(arrays):
+        if may_compute and _have_values(arrays):
             results: tuple[Any, Any] = _computed(
                 given, arrays[:count], lambda call, placed: call.run(placed)
             )
@@ -60,7 +69,7 @@ def attention(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, A
         if dout is None:
             dout = jax.numpy.zeros_like(results[0])
         given = call.with_constants(dict(zip(constants, arrays[count:], strict=True)))
-        if _have_values((*arrays, *results, dout, dlse)):
+        if may_compute and _have_values((*arrays, *results, dout, dlse)):
             # JAX creates the zero gradient of an unused result on its default device.
             (device,) = results[0].devices()
             dout, dlse = jax.device_put((dout, dlse), device)
@@ -117,7 +126,10 @@ def require_constants(values: Mapping[str, Any]) -> None:
 
 
 # Numbers that select kernels, or are compiled into them.
-_NUMBERS = ("causal", "softmax_scale", "window_size", "softcap", "max_seqlen_q", "max_seqlen_k")
+_NUMBERS = (
+    *("causal", "softmax_scale", "window_size", "softcap", "max_seqlen_q", "max_seqlen_k"),
+    DROPOUT_P,
+)
 
 
 def require_gradient(name: str) -> None:
@@ -147,8 +159,9 @@ def static_of(
     """
     for name in modifications:
         require_known(name)
+    modifications = with_plain_dropout(modifications)
     given = {name: x for name, x in {**modifications, **arrays}.items() if x is not None}
-    read = {"window_size": window_of, "softcap": checked_softcap}
+    read = {"window_size": window_of, "softcap": checked_softcap, DROPOUT_P: float}
     numbers = {name: read[name](given[name]) for name in read if name in given}
     tokens = function_tokens(modifications)
     q = jax.numpy.asarray(arrays["q"])

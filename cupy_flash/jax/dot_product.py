@@ -123,8 +123,14 @@ def flax_attention(
     bias, mask : array, optional
         Summand of the scaled scores, and mask, which is not 0 where a query attends to a key. Both
         broadcast to (..., heads, seqlen_q, seqlen_k).
-    broadcast_dropout, dropout_rng, dropout_rate, deterministic
-        Dropout is not supported: dropout_rate is 0, or deterministic is True.
+    broadcast_dropout : bool
+        Ignored: each sequence and head drops its own weights.
+    dropout_rng : key of `jax.random`, optional
+        Key of the weights that are dropped. Required for dropout.
+    dropout_rate : float
+        Probability of dropping a weight of the softmax, rounded to a multiple of 1 / 256.
+    deterministic : bool
+        Whether there is no dropout, whatever dropout_rate is.
     dtype : dtype, optional
         Dtype of the computation, by default that which query, key and value promote to.
     precision
@@ -142,17 +148,15 @@ def flax_attention(
     Raises
     ------
     UnsupportedError
-        For dropout, and for a module that records attention weights.
+        For a module that records attention weights.
     TypeError, ValueError, CompileError
         See `flash_attention`.
     """
-    del broadcast_dropout, dropout_rng, precision
+    del broadcast_dropout, precision
     check_bool("deterministic", deterministic)
+    dropout: dict[str, Any] = {}
     if finite("dropout_rate", dropout_rate) != 0 and not deterministic:
-        raise UnsupportedError(
-            f"dropout_rate is {dropout_rate}; expected 0, or deterministic=True, as dropout is not "
-            "supported"
-        )
+        dropout = _dropout(dropout_rate, dropout_rng)
     if module is not None:
         raise UnsupportedError(
             "the module records attention weights, which are never stored; leave out sow_weights"
@@ -169,7 +173,20 @@ def flax_attention(
         q_offset=0 if is_causal else None,
         bias=_with_one_batch_axis(_as_bias(bias, query), query),
         mask=_with_one_batch_axis(mask, query),
+        **dropout,
     )
+
+
+def _dropout(rate: float, rng: Any | None) -> dict[str, Any]:
+    """Return Flax's arguments of dropout as those of `flash_attention`."""
+    if not 0 < rate < 1:
+        raise ValueError(f"dropout_rate is {rate}; expected a number from 0 to below 1")
+    if rng is None:
+        raise ValueError(
+            f"dropout_rate is {rate}, but dropout_rng is missing; pass a key of jax.random, or "
+            "deterministic=True"
+        )
+    return {"dropout_p": rate, "dropout_seed": rng}
 
 
 def _as_bias(bias: Any | None, query: Any) -> Any | None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from cupy_flash.calls import dispatch, dispatch_backward
 from cupy_flash.jax.frames import BufferKey, read_frame
-from cupy_flash.jax.static_call import StaticCall, function_of, parsed
+from cupy_flash.jax.static_call import StaticCall, function_of, parsed, whole_dtype
 
 _BACKEND = "cpu"
 _parsed = functools.lru_cache(maxsize=1024)(parsed)
@@ -23,7 +23,7 @@ def execute(address: int) -> None:
     static = _parsed(frame.text)
     given = dict(zip(static.names, _arrays(frame.keys(), frame.addresses), strict=True))
     for name in static.pairs:
-        given[name] = given[name].view(np.uint64)[..., 0]
+        given[name] = given[name].view(whole_dtype(name))[..., 0]
     # The workspace follows the results; the CPU backend does not need it.
     made = _arrays(frame.result_keys(), frame.results)
     results = dict(zip(static.results, made, strict=False))

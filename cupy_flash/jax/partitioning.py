@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from cupy_flash.jax.static_call import StaticCall, function_of
 from cupy_flash.mods.ir.compose import varies
+from cupy_flash.mods.keywords import DROPOUT_SEED
 from cupy_flash.problem.gradient import ROWS
 
 # Roles of axes that may be divided: sequences, and query and KV heads.
@@ -124,7 +125,8 @@ def roles(static: StaticCall, name: str, shape: tuple[int, ...]) -> _Roles:
 
 def _divisible(static: StaticCall) -> set[str]:
     """Return the roles of axes that may be divided in this call."""
-    result = {BATCH, HEADS}
+    # The weights that dropout drops depend on the indices of sequence and head.
+    result = set() if DROPOUT_SEED in static.names else {BATCH, HEADS}
     options = static.options
     if options.kind == "varlen" or not {"block_table", "cache_batch_idx"}.isdisjoint(static.names):
         # Packed rows and shared caches are not divided by sequences.

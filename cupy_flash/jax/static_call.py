@@ -23,7 +23,7 @@ from cupy_flash.calls.check.problems import CheckedCall, check_call
 from cupy_flash.calls.dispatch import as_planned
 from cupy_flash.calls.options import Options
 from cupy_flash.mods.base import Modification
-from cupy_flash.mods.keywords import MODS
+from cupy_flash.mods.keywords import DROPOUT_SEED, MODS
 from cupy_flash.problem.arrays import FLOAT8, FLOAT8_OUTPUTS
 from cupy_flash.problem.tile import Tile
 
@@ -44,11 +44,12 @@ class StaticCall(NamedTuple):
     keys
         Length of every cached sequence before the append if no operand gives the lengths; else 0.
     numbers
-        Modifications that are numbers, window_size and softcap, as pairs of name and value.
+        Modifications that are numbers, window_size, softcap and dropout_p, as pairs of name and
+        value.
     functions
         User functions, as pairs of name and token, see `token_of`.
     pairs
-        Names of the operands that hold uint64 numbers as pairs of uint32, along one more axis. JAX
+        Names of the operands that hold 64-bit integers as pairs of uint32, along one more axis. JAX
         would otherwise narrow them to 32 bits.
     scratch
         Bytes of workspace that the program allocates; None if the handler allocates it.
@@ -122,7 +123,7 @@ class StaticCall(NamedTuple):
     ) -> tuple[tuple[int, ...], np.dtype]:
         """Return the shape and dtype of an operand as kernels see it, see `pairs`."""
         if name in self.pairs:
-            return shape[:-1], np.dtype(np.uint64)
+            return shape[:-1], whole_dtype(name)
         return tuple(shape), np.dtype(dtype)
 
     def result_shapes(self, operands: tuple[Any, ...]) -> list[tuple[tuple[Any, ...], Any]]:
@@ -151,6 +152,11 @@ class StaticCall(NamedTuple):
     def text(self) -> str:
         """Return the JSON text of the call."""
         return _text(self)
+
+
+def whole_dtype(name: str) -> np.dtype:
+    """Return the dtype of an operand that a program holds as pairs of uint32."""
+    return np.dtype(np.int64 if name == DROPOUT_SEED else np.uint64)
 
 
 def _dtype(name: str) -> np.dtype:

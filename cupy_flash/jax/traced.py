@@ -22,10 +22,11 @@ from cupy_flash.arrays.strided import as_int32, is_cupy
 from cupy_flash.calls.arguments import FLOAT8_SCALES, INT32
 from cupy_flash.jax import targets
 from cupy_flash.jax.batching import batched
+from cupy_flash.jax.dropout import words_of
 from cupy_flash.jax.partitioning import partitioned, with_explicit_axes
 from cupy_flash.jax.static_call import StaticCall
 from cupy_flash.jax.versions import with_common_axes
-from cupy_flash.mods.keywords import VECTORS
+from cupy_flash.mods.keywords import DROPOUT_SEED, VECTORS
 
 
 def call(static: StaticCall, operands: tuple[Any, ...]) -> dict[str, Any]:
@@ -84,6 +85,9 @@ def operand(name: str, value: Any, q: Any, layout: str) -> Any:
     """
     if name in VECTORS:
         return _head_values(name, value, q, layout)
+    if name == DROPOUT_SEED:
+        # Arrays are words already, see `dropout.with_words`.
+        return words_of(value) if is_number_or_list(value) else value
     if is_jax(value):
         # Some versions of JAX wrap NumPy arrays in a type of their own.
         value = jnp.asarray(value)
@@ -104,6 +108,8 @@ def operand(name: str, value: Any, q: Any, layout: str) -> Any:
 
 def is_pairs(name: str, value: Any) -> bool:
     """Return whether `operand` passes an argument as pairs of uint32, see `StaticCall.pairs`."""
+    if name == DROPOUT_SEED:
+        return True
     if name != "tree_mask" or isinstance(value, jax.Array) or jax.config.jax_enable_x64:
         return False
     return bool(getattr(value, "dtype", None) == np.uint64)

@@ -11,6 +11,7 @@ import numpy as np
 from cupy_flash.arrays.cuda_interface import is_foreign_array
 from cupy_flash.arrays.strided import kind_of
 from cupy_flash.arrays.torch_arrays import resolved
+from cupy_flash.errors import UnsupportedError
 from cupy_flash.mods.modification import MaskMod, ScoreMod
 from cupy_flash.mods.unknown_keywords import unexpected
 from cupy_flash.problem.values import finite
@@ -57,6 +58,14 @@ class Modifications(TypedDict, total=False):
         User function that masks pairs.
     seqlens_k : int32 array, (batch,)
         Number of keys of each sequence of a dense batch. Keys after them are padding.
+    dropout_p : float
+        Probability of dropping a weight of the softmax, from 0 to below 1. It is rounded to a
+        multiple of 1 / 256 from 1 / 256 to 255 / 256. The other weights are divided by the
+        probability that they are kept. 0 is no dropout. Not for KV caches. See `dropout_mask`.
+    dropout_seed : int, or int64 array, (2,)
+        Seed of the weights to drop, or seed and offset in an array, which the kernels read when
+        they run. A list of two integers or another integer dtype is converted in each call. The
+        same seed and offset drop the same weights in every call, so a training step needs its own.
     """
 
     window_size: tuple[int | None, int | None] | int | None
@@ -70,6 +79,8 @@ class Modifications(TypedDict, total=False):
     score_mod: ScoreMod | None
     mask_mod: MaskMod | None
     seqlens_k: Any
+    dropout_p: float | None
+    dropout_seed: Any
 
 
 class SequenceModifications(Modifications, total=False):
@@ -128,11 +139,19 @@ ARRAYS = (
 )
 _TYPES = (Modifications, PackedModifications, CacheModifications)
 NAMES = frozenset().union(*(kind.__annotations__ for kind in _TYPES))
+# Arguments of dropout: a number, and an array that only calls with dropout have.
+DROPOUT_P, DROPOUT_SEED = DROPOUT = ("dropout_p", "dropout_seed")
 # Names of the modifications that a function accepts, by the annotation of its keywords. Functions
-# for packed sequences and KV caches have other arguments instead of seqlens_k.
+# for packed sequences and KV caches have other arguments instead of seqlens_k, and a KV cache has
+# no dropout.
+_NOT_TAKEN: dict[type, tuple[str, ...]] = {
+    Modifications: (),
+    PackedModifications: ("seqlens_k",),
+    CacheModifications: ("seqlens_k", *DROPOUT),
+}
 _TAKEN = {
-    kind.__name__: [n for n in kind.__annotations__ if kind is Modifications or n != "seqlens_k"]
-    for kind in _TYPES
+    kind.__name__: [n for n in kind.__annotations__ if n not in not_taken]
+    for kind, not_taken in _NOT_TAKEN.items()
 }
 # Arrays with a number for each head. The caller may pass a list, or one number for all heads.
 VECTORS = ("alibi_slopes", "sinks")
@@ -245,6 +264,8 @@ def _integer(value: Any) -> int | None:
         return None
 
 
+# Probabilities of dropout are multiples of 1 / DROPOUT_STEPS.
+DROPOUT_STEPS = 256
 FURTHEST = 2**30
 # For a cap within these limits, score / cap and the cap times a number near 1 are finite in
 # float32.
@@ -270,3 +291,58 @@ def checked_softcap(softcap: Any) -> float | None:
             "or 0 or None for no cap"
         )
     return number
+
+
+def checked_dropout(dropout_p: Any) -> int | None:
+    """Return the probability of dropout in steps of 1 / 256, or None for 0, which is no dropout.
+
+    Raises
+    ------
+    TypeError
+        If the argument is not a number.
+    ValueError
+        If the number is out of range.
+    """
+    number = finite(DROPOUT_P, resolved(DROPOUT_P, dropout_p))
+    if not 0 <= number < 1:
+        raise ValueError(f"dropout_p is {number:g}; expected a number from 0 to below 1")
+    if number == 0:
+        return None
+    # A positive probability is never rounded to 0 or 1.
+    return min(max(round(number * DROPOUT_STEPS), 1), DROPOUT_STEPS - 1)
+
+
+def require_seed(modifications: Mapping[str, Any]) -> Any:
+    """Return dropout_seed of a call with dropout; raise ValueError if it is missing."""
+    seed = modifications.get(DROPOUT_SEED)
+    if seed is None:
+        raise ValueError(
+            "dropout_p is above 0, but dropout_seed is missing; pass an integer, another one in "
+            "each training step, and the same one for the gradients"
+        )
+    return seed
+
+
+def refuse_dropout(modifications: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Return the modifications without the arguments of dropout, which `where` does not support.
+
+    Raises
+    ------
+    UnsupportedError
+        If dropout_p is above 0.
+    TypeError, ValueError
+        See `checked_dropout`.
+    """
+    if not modifications or modifications.keys().isdisjoint(DROPOUT):
+        return modifications
+    dropout_p = modifications.get(DROPOUT_P)
+    if dropout_p is not None and checked_dropout(dropout_p) is not None:
+        raise unsupported_dropout(where)
+    return {name: value for name, value in modifications.items() if name not in DROPOUT}
+
+
+def unsupported_dropout(where: str) -> UnsupportedError:
+    """Return the error for dropout in calls, described by `where`, that do not support it."""
+    return UnsupportedError(
+        f"dropout_p and dropout_seed are for training, and not supported by {where}; leave them out"
+    )

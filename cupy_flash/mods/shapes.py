@@ -44,6 +44,7 @@ def fitted(arrays: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
         "q_offset": of_sequences,
         "seqused_q": of_sequences,
         "cache_leftpad": of_sequences,
+        "dropout_seed": ((2,), "the seed and the offset"),
     }
     result = dict(arrays)
     for name, array in arrays.items():

@@ -14,13 +14,11 @@ from collections.abc import Callable, Iterable, Mapping
 from types import CodeType
 from typing import Any, NamedTuple
 
-_NO_DROPOUT = "leave it out, as dropout is not supported"
 _NO_HEADS = "leave it out, as the shapes of the arrays determine the heads"
 _SAME_BITS = "leave it out, as results are always deterministic"
 
 # Arguments of other libraries for which no function here has a counterpart.
 UNSUPPORTED = {
-    **dict.fromkeys(("dropout", "dropout_p", "dropout_rate", "dropout_seed"), _NO_DROPOUT),
     **dict.fromkeys(
         ("num_heads", "n_heads", "num_kv_heads", "num_key_value_heads", "enable_gqa", "pack_gqa"),
         _NO_HEADS,
@@ -64,6 +62,7 @@ _PADDING = (
         "cache_seqlens, and cache_leftpad if the padding comes first",
     ),
 )
+_DROPOUT_SEED = (_Counterpart(("dropout_seed",), "dropout_seed, an integer"),)
 # Names in other libraries. Advice is the first alternative whose arguments the function has.
 INSTEAD: dict[str, tuple[_Counterpart, ...]] = {
     **dict.fromkeys(
@@ -81,6 +80,8 @@ INSTEAD: dict[str, tuple[_Counterpart, ...]] = {
         _counterpart("softcap"),
     ),
     **dict.fromkeys(("alibi", "slopes"), _counterpart("alibi_slopes")),
+    **dict.fromkeys(("dropout", "dropout_rate", "attention_dropout"), _counterpart("dropout_p")),
+    **dict.fromkeys(("seed", "rng_state", "dropout_rng", "dropout_key"), _DROPOUT_SEED),
     **dict.fromkeys(("sink", "s_aux", "attention_sinks", "learnable_sink"), _counterpart("sinks")),
     **dict.fromkeys(("page_table", "block_tables"), _counterpart("block_table")),
     **dict.fromkeys(

@@ -192,6 +192,7 @@ def _mask_text(problem: Problem) -> str:
         "scores modified": score.changes_scores,
         "pairs masked": score.masks_pairs,
         "sinks": score.sinks,
+        "dropout": score.dropout,
     }
     return text + "".join(f", {name}" for name, applies in clauses.items() if applies)
 

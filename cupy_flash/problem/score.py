@@ -74,6 +74,8 @@ class ScoreSpec:
     differentiable
         Members of ``ModArguments`` that are captured arrays with gradients, in a backward pass. The
         position in the tuple is the array's number in `cuda_source`.
+    dropout
+        Whether weights are dropped at random after the softmax (dropout_p).
     """
 
     left: int | None
@@ -96,6 +98,7 @@ class ScoreSpec:
     conceals: bool = False
     changes_slope: bool = False
     differentiable: tuple[str, ...] = ()
+    dropout: bool = False
 
     @property
     def only_sinks(self) -> bool:

@@ -26,6 +26,7 @@ from cupy_flash.mods.on_arrays.scores import FIRST_PAIR, Pairs
 from cupy_flash.mods.shapes import refuse_other_lengths
 from cupy_flash.opaque import opaque
 from cupy_flash.problem.arrays import FLOAT8, FLOAT8_OUTPUTS
+from cupy_flash.reference.dropout import factors
 from cupy_flash.reference.eight_bits import dequantized, rounded_to_float8, widened
 from cupy_flash.reference.modifications import fitting_modifications, read_scale
 from cupy_flash.reference.rows import (
@@ -183,6 +184,7 @@ def formula(
             scores[...] = bound_mods.scores.apply(scores, rows.pairs, xp)
             mask_scores(xp, scores, rows.mask, rows.span.start)
             row_lse, row_sum, empty = softmax_terms(xp, scores, sinks[rows.head])
+            scores *= factors(bound_mods.dropout, rows.pairs, scores.dtype, xp)
             result = xp.matmul(scores, rows.keys(v).astype(np.float64)) / row_sum
         result[empty] = 0
         rows.queries(out)[...] = result
@@ -284,13 +286,17 @@ def naive_formula(
     with np.errstate(all="ignore"):
         q = (q * compute.type(scale)).reshape(*grouped, head_dim)
         scores = xp.matmul(q, k[:, :, None].swapaxes(-1, -2))
+        kept = []
         for b in range(batch):
             mask = bound_mods.mask_with(visible, sequence.b + b)
             pairs = pairs_of(xp, sequence, mask, slice(0, seqlen_q), seqlen_k)
             pairs = pairs._replace(b=sequence.b + b, h=h)
             scores[b] = bound_mods.scores.apply(scores[b], pairs, xp)
             mask_scores(xp, scores[b], mask, 0)
+            kept.append(factors(bound_mods.dropout, pairs, compute, xp))
         _, row_sum, empty = softmax_terms(xp, scores, sinks)
+        for b in range(batch):
+            scores[b] *= kept[b]
         if as_float8:
             scores = rounded_to_float8(scores, xp)
             out = xp.matmul(scores, v[:, :, None]) / row_sum

@@ -6,9 +6,11 @@ of its inputs. Its error, and the sums of absolute values, determine :func:`grad
 
 With x = softmax_scale * q k', t the modified score of x, and P = exp(t - lse):
 
-    dv = P' dout                    dP = dout v'          D = rowsum(dout * out) - dlse
+    dv = (P * R)' dout              dP = dout v' * R      D = rowsum(dout * out) - dlse
     dT = P * (dP - D)               dX = dT * dt/dx
     dq = softmax_scale * dX k       dk = softmax_scale * dX' q
+
+R are the factors of dropout on the weights: 0 or 1 / (1 - dropout_p), and 1 without dropout.
 
 The gradient of a bias is dT. The gradient of a sink is -sum(exp(sink - lse) * D) over the rows.
 """
@@ -35,6 +37,7 @@ from cupy_flash.mods.shapes import refuse_other_lengths
 from cupy_flash.mods.slopes import with_captured_slopes
 from cupy_flash.opaque import opaque
 from cupy_flash.reference.dense import error_bound
+from cupy_flash.reference.dropout import factors
 from cupy_flash.reference.eight_bits import widened
 from cupy_flash.reference.modifications import fitting_modifications, read_array
 from cupy_flash.reference.rows import (
@@ -492,7 +495,8 @@ def gradient_formula(
             p, seen, slope, lse = _softmax(xp, x, rows, bound_mods, sink)
             q_rows, dout_rows = (size(rows.queries(a).astype(compute)) for a in (q, dout))
             k_rows, v_rows = (size(rows.keys(a).astype(compute)) for a in (k, v))
-            stored_p = arithmetic.rounded(p)
+            kept = factors(bound_mods.dropout, rows.pairs, compute, xp)
+            stored_p = arithmetic.rounded(p * kept)
             if out is None:
                 out_rows = arithmetic.rounded(_product(xp, stored_p, seen, v_rows))
             else:
@@ -501,7 +505,7 @@ def gradient_formula(
             d = xp.where(seen.any(axis=1), (dout_rows * out_rows).sum(axis=1), 0)
             if dlse is not None:
                 d = minus(d, size(rows.queries(dlse).astype(compute)))
-            dp = xp.matmul(dout_rows, v_rows.T)
+            dp = xp.matmul(dout_rows, v_rows.T) * kept
             dt = xp.where(seen, p * minus(dp, d[:, None]), 0)
             dx = dt if slope is None else xp.where(seen, dt * size(slope), 0)
             if arithmetic.errors is not None:

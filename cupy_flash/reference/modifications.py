@@ -8,11 +8,21 @@ from typing import Any
 import numpy as np
 
 from cupy_flash.arrays.cuda_interface import is_foreign_array
-from cupy_flash.arrays.kinds import is_number_or_list, read, vector
-from cupy_flash.arrays.strided import array_module, convert_to, dtype_name
+from cupy_flash.arrays.kinds import is_number_or_list, read, seed_and_offset, vector
+from cupy_flash.arrays.strided import array_module, convert_to, dtype_name, require_shape
 from cupy_flash.mods.block_list import BlockList, require_fit
-from cupy_flash.mods.keywords import ARRAYS, VECTORS, checked_softcap, given, window_of
-from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
+from cupy_flash.mods.keywords import (
+    ARRAYS,
+    DROPOUT_P,
+    DROPOUT_SEED,
+    VECTORS,
+    checked_dropout,
+    checked_softcap,
+    given,
+    require_seed,
+    window_of,
+)
+from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications, Dropout
 from cupy_flash.mods.on_arrays.scores import ARRAY_FIELDS, Scores
 from cupy_flash.mods.shapes import Sizes, fitted, require_limit
 
@@ -68,7 +78,21 @@ def read_modifications(
         integers(result.get("seqlens_k")),
         arrays.get("sinks"),
         integers(result.get("q_offset")),
+        _dropout(result),
     )
+
+
+def _dropout(modifications: Mapping[str, Any]) -> Dropout | None:
+    """Return the dropout of a call, whose seed is read; None without dropout."""
+    threshold = checked_dropout(modifications.get(DROPOUT_P, 0))
+    if threshold is None:
+        return None
+    seed = require_seed(modifications)
+    if is_number_or_list(seed):
+        return Dropout.of(threshold, seed_and_offset(DROPOUT_SEED, seed, on_host=True))
+    array = integers(seed)
+    require_shape(DROPOUT_SEED, array, (2,), "the seed and the offset")
+    return Dropout.of(threshold, array)
 
 
 def fitting_modifications(

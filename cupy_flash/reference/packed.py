@@ -16,7 +16,7 @@ import numpy as np
 from cupy_flash.arrays.kinds import read, result_converter
 from cupy_flash.arrays.streams import on_stream
 from cupy_flash.arrays.strided import array_module, dtype_name
-from cupy_flash.mods.keywords import Window, window_of
+from cupy_flash.mods.keywords import Window, refuse_dropout, window_of
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.mods.on_arrays.scores import FIRST_PAIR, Pairs
 from cupy_flash.mods.shapes import Sizes, refuse_other_lengths
@@ -360,9 +360,10 @@ def attention_with_kvcache_reference(
         out = xp.empty((batch, seqlen_q, heads_q, v_cache.shape[-1]), np.float64)
         lse = xp.empty((batch, heads_q, seqlen_q), np.float64)
         refuse_other_lengths(modifications.get, "kvcache")
+        changes = refuse_dropout(modifications, "calls on KV caches")
         capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
         sizes = Sizes(dtype_name(q), batch, heads_q, seqlen_q, capacity)
-        bound_mods = fitting_modifications(modifications, q, sizes, causal=causal)
+        bound_mods = fitting_modifications(changes, q, sizes, causal=causal)
         for b in range(batch):
             own = places[b][: after[b]]
             one = q[b], _standing_for(k_cache, k_scale, own), _standing_for(v_cache, v_scale, own)

@@ -11,12 +11,19 @@ from cupy_flash.arrays.strided import kind_of
 from cupy_flash.arrays.torch_arrays import may_be_transformed, require_whole
 from cupy_flash.calls.arguments import check_qkv
 from cupy_flash.calls.gpu import torch_autograd
-from cupy_flash.calls.scaled_dot_product import mask_name, options_of, reshaped, shapes_of
+from cupy_flash.calls.scaled_dot_product import (
+    dropout_options,
+    mask_name,
+    options_of,
+    reshaped,
+    shapes_of,
+)
 from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
-from cupy_flash.mods.keywords import with_offsets
+from cupy_flash.mods.keywords import DROPOUT_P, with_offsets
 from cupy_flash.torch import transforms
 from cupy_flash.torch.autocast import autocast_is_enabled, cast_arguments, cast_tensor
 from cupy_flash.torch.distributed import require_local, waited_for
+from cupy_flash.torch.dropout import with_seed
 from cupy_flash.torch.functions import FlashAttention, FlashAttentionWithLse
 from cupy_flash.torch.graphs import are_tensors, is_plain, outside_graph
 from cupy_flash.torch.modifications import fits_graph, is_integer, packed
@@ -53,6 +60,8 @@ def flash_attention(
     q, k, v, causal, softmax_scale, q_offset, layout, return_lse, **modifications
         See `cupy_flash.flash_attention`. q, k and v may be nested tensors with the jagged layout,
         whose seqlen is ragged; a bias, a mask, a tree_mask and seqlens_k then raise ValueError.
+        dropout_seed may be missing: each call then draws one from PyTorch's default generator, see
+        docs/guide/gradients.md.
 
     Returns
     -------
@@ -72,6 +81,8 @@ def flash_attention(
     """
     if autocast_is_enabled():
         (q, k, v), modifications = cast_arguments((q, k, v), modifications)
+    if DROPOUT_P in modifications:
+        modifications = with_seed(modifications, q)
     if torch.compiler.is_compiling():
         offset, modified = with_offsets(q_offset, modifications)
         plain = is_plain(causal, softmax_scale, layout) and (offset is None or is_integer(offset))
@@ -170,6 +181,8 @@ def flash_attention_varlen(
     """
     if autocast_is_enabled():
         (q, k, v), modifications = cast_arguments((q, k, v), modifications)
+    if DROPOUT_P in modifications:
+        modifications = with_seed(modifications, q)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     if torch.compiler.is_compiling():
         tensors, most = (q, k, v, cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
@@ -199,6 +212,8 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    dropout_seed: Any = None,
 ) -> Tensor:
     """Compute `cupy_flash.scaled_dot_product_attention` of tensors, differentiable by autograd.
 
@@ -206,10 +221,10 @@ def scaled_dot_product_attention(
 
     Parameters
     ----------
-    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-        See `cupy_flash.scaled_dot_product_attention`. Gradients reach query, key, value and a
-        float attn_mask. query, key and value may be nested tensors (batch, heads, seqlen, head_dim)
-        with the jagged layout, without an attn_mask.
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, dropout_seed
+        See `cupy_flash.scaled_dot_product_attention`, and `flash_attention` for a missing seed.
+        Gradients reach query, key, value and a float attn_mask. query, key and value may be nested
+        tensors (batch, heads, seqlen, head_dim) with the jagged layout, without an attn_mask.
 
     Returns
     -------
@@ -222,7 +237,8 @@ def scaled_dot_product_attention(
         See `cupy_flash.scaled_dot_product_attention` and `flash_attention`.
     """
     has_mask = attn_mask is not None
-    options = options_of(dropout_p, is_causal, scale, enable_gqa, has_mask=has_mask)
+    options = options_of(is_causal, scale, enable_gqa, has_mask=has_mask)
+    options |= dropout_options(dropout_p, dropout_seed)
     names, inputs = ("query", "key", "value"), (query, key, value)
     _require_tensors(names, inputs)
     if autocast_is_enabled():

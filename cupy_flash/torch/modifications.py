@@ -14,10 +14,19 @@ import torch
 from torch import Tensor
 
 from cupy_flash.differentiable import WITH_GRADIENT
-from cupy_flash.mods.keywords import ARRAYS, MODS, NAMES, VECTORS
+from cupy_flash.mods.keywords import (
+    ARRAYS,
+    DROPOUT,
+    DROPOUT_P,
+    DROPOUT_SEED,
+    MODS,
+    NAMES,
+    VECTORS,
+)
 from cupy_flash.mods.template import Template, keep, place, template_of
 from cupy_flash.mods.trace.traced import Traced
 from cupy_flash.problem.gradient import OF_MOD
+from cupy_flash.torch.dropout import seed_fits_graph, seed_tensor
 from cupy_flash.torch.graphs import is_number
 
 # Arrays of modifications that have gradients.
@@ -25,12 +34,14 @@ DIFFERENTIABLE = (*WITH_GRADIENT, "alibi_slopes")
 # Arguments of an operator that describe modifications, in the order of `packed`: the names of those
 # that are given, followed by the handle if it is a function, and lists of what belongs to them, in
 # the same order. `tensors` are arrays and captured ones, `integers` bounds of windows and captured
-# ones, and `reals` softcaps and captured ones. All are None in a call without modifications.
+# ones, and `reals` softcaps, probabilities of dropout and captured ones. All are None in a call
+# without modifications.
 # PyTorch passes these few arguments in half the time of an argument for each modification. They
 # have no default values, because generated code passes those as keywords, which takes longer.
 SCHEMA = "Tensor[]? tensors, str[]? modifications, SymInt[]? integers, float[]? reals"
 COUNT = SCHEMA.count(",") + 1
 _NO_WINDOW = (-1, -1)
+_REALS = ("softcap", DROPOUT_P)
 # Prefixes of the names of captures among all inputs of a call.
 _PREFIXES = dict(zip(MODS, (OF_MOD, "mask_mod."), strict=True))
 
@@ -42,7 +53,9 @@ def fits_graph(modifications: Mapping[str, Any]) -> bool:
             continue
         if name not in NAMES:
             return False
-        if name in MODS:
+        if name in DROPOUT:
+            fits = seed_fits_graph(modifications)
+        elif name in MODS:
             fits = isinstance(value, MODS[name]) and _has_tensors(value)
             # A mask has no derivative.
             fits = fits and not (name == "mask_mod" and _requires_grad(value))
@@ -125,6 +138,10 @@ def packed(
     if softcap is not None:
         names.append("softcap")
         reals.append(softcap)
+    if modifications.get(DROPOUT_P):
+        names += DROPOUT
+        reals.append(modifications[DROPOUT_P])
+        packed_tensors.append(seed_tensor(modifications[DROPOUT_SEED], q.device))
     for name in MODS:
         mod = modifications.get(name)
         if mod is None:
@@ -149,7 +166,7 @@ def unpacked(tensors: Any, names: Any, integers: Any, reals: Any) -> dict[str, A
     for name, handle in _named(names):
         if handle:
             result[name] = _modification(handle, arrays, whole, real)
-        elif name == "softcap":
+        elif name in _REALS:
             result[name] = next(real)
         elif name != "window_size":
             result[name] = next(arrays)
@@ -164,7 +181,7 @@ def tensor_names(_tensors: Any, names: Any, *_others: Any) -> list[str]:
     for name, handle in _named(names):
         if handle:
             result += [_PREFIXES[name] + x for x in template_of(handle).arrays]
-        elif name in ARRAYS:
+        elif name in ARRAYS or name == DROPOUT_SEED:
             result.append(name)
     return result
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
 
+from cupy_flash.arrays.kinds import is_number_or_list, seed_and_offset
 from cupy_flash.arrays.torch_arrays import (
     IN_TRANSFORM,
     NO_FORWARD_MODE,
@@ -18,6 +19,7 @@ from cupy_flash.arrays.torch_arrays import (
     version_of,
 )
 from cupy_flash.differentiable import DifferentiableCall
+from cupy_flash.mods.keywords import DROPOUT_SEED
 from cupy_flash.torch.batching import mapped_results
 from cupy_flash.torch.functions import (
     Version,
@@ -51,7 +53,7 @@ def attention(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: boo
     q = inputs[0]
     # Arrays of all kinds become tensors, which transforms map, and of which autograd detects
     # writes.
-    constants = {name: _as_tensor(x, q.device) for name, x in call.constants.items()}
+    constants = {name: _as_tensor(name, x, q.device) for name, x in call.constants.items()}
     named = {**dict(zip(call.names, inputs, strict=True)), **constants}
     slopes = named.get("alibi_slopes")
     if slopes is not None and not slopes.ndim:
@@ -62,11 +64,13 @@ def attention(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: boo
     return (out, lse) if return_lse else out
 
 
-def _as_tensor(array: Any, device: torch.device) -> Tensor:
-    # Lists of numbers become float64 and int64, which calls convert.
-    return torch.as_tensor(
-        np.asarray(array) if isinstance(array, (list, tuple)) else array, device=device
-    )
+def _as_tensor(name: str, array: Any, device: torch.device) -> Tensor:
+    if name == DROPOUT_SEED and is_number_or_list(array):
+        array = seed_and_offset(name, array, on_host=True)
+    elif isinstance(array, (list, tuple)):
+        # Lists of numbers become float64 and int64, which calls convert.
+        array = np.asarray(array)
+    return torch.as_tensor(array, device=device)
 
 
 def _versions_of(tensors: Mapping[str, Tensor]) -> list[Version]:

@@ -273,11 +273,14 @@ struct MmaGradients : MmaGradientProducts<Config> {
       if constexpr (wants_ds) Base::template multiply_values_douts<columns>(gradients, dout_rows);
     }
     if (First && !overlaps_semaphore) release_semaphore();
+    const Kept kept = kept_pairs(head, tile, first);
+    kept.drop(gradients);
     if (is_masked) {
       softmax_backward<true>(scores, gradients, stage, head, tile, first, visible_pairs);
     } else {
       softmax_backward<false>(scores, gradients, stage, head, tile, first, visible_pairs);
     }
+    kept.drop(scores);
     if constexpr (has_components && wants_v) factors(stage).apply_to_p(scores, first);
     const float ds_second_unit =
         Base::template choose_unit<refines_ds>(gradients, ds_units_begin, exchanges_ds, first);
@@ -300,6 +303,33 @@ struct MmaGradients : MmaGradientProducts<Config> {
                                                       units(stage).dv_unit * p_second_unit);
       }
     }
+  }
+
+  // Which pairs of the warp keep their weight; all of them without dropout.
+  struct Kept {
+    KeptPairs<true, columns> of[row_tiles];
+
+    __device__ void drop(Scores& values) const {
+      if constexpr (Config::dropout) {
+#pragma unroll
+        for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+          for (int j = 0; j < columns / 8; ++j) of[i].drop(values[i][j], j);
+        }
+      }
+    }
+  };
+  __device__ Kept kept_pairs(int head, int tile, int first) const {
+    Kept kept;
+    if constexpr (Config::dropout) {
+      const DropoutNumbers numbers = dropout_numbers<Config>(p);
+#pragma unroll
+      for (int i = 0; i < row_tiles; ++i) {
+        kept.of[i].draw(numbers, coord.batch, head, first_key() - lane / 4 + 16 * i,
+                        tile * Br + first);
+      }
+    }
+    return kept;
   }
 
   // Implements `compute_pairs()` if `overlaps_exponentials`. P is computed between the products of
@@ -385,7 +415,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
             coord.batch,
             head,
             scale_log2,
-            has_components ? 1 / Units::p_unit : 1,
+            (has_components ? 1 / Units::p_unit : 1) * kept_weight<Config, float>(p),
             has_components ? Units::p_log2 : 0,
             {},
             visible_pairs};

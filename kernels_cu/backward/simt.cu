@@ -116,13 +116,16 @@ struct SimtGradients {
                                                   second, column);
     Products::template multiply<Config::head_dim_v>(gradients, shared.operands, first_v,
                                                     coord.begin, second_v, column);
+    unsigned kept = ~0u;  // a bit for each pair of the thread
+    if constexpr (Config::dropout) kept = drop_dp(head, column + x);
     softmax_backward(head, column + x);
 #pragma unroll
     for (int i = 0; i < rows_per_thread; ++i) {
 #pragma unroll
       for (int j = 0; j < columns_per_thread; ++j) {
         const int index = (y + i * side) * (columns + 1) + x + j * side;
-        shared.p[index] = scores[i][j];
+        const bool keeps = !Config::dropout || kept >> (i * columns_per_thread + j) & 1;
+        shared.p[index] = keeps ? scores[i][j] : T(0);
         shared.ds[index] = gradients[i][j];
         if constexpr (Config::Mods::masks_pairs) p_sums[i] += scores[i][j];
       }
@@ -133,6 +136,24 @@ struct SimtGradients {
       Products::template add<Config::head_dim_v, may_mask_pairs>(dv_sums, shared.operands, shared.p,
                                                                  second_v, column);
     }
+  }
+
+  // Sets dP of the pairs that dropout drops to 0. Returns a bit for each pair, set if it is kept.
+  __device__ unsigned drop_dp(int head, int column) {
+    static_assert(rows_per_thread * columns_per_thread <= 32, "a bit for each pair");
+    const DropoutNumbers numbers = dropout_numbers<Config>(p);
+    unsigned kept = 0;
+#pragma unroll
+    for (int i = 0; i < rows_per_thread; ++i) {
+#pragma unroll
+      for (int j = 0; j < columns_per_thread; ++j) {
+        const int row = coord.begin + y + i * side, other = column + j * side;
+        const bool keeps = numbers.keeps(coord.batch, head, OfKv ? other : row, OfKv ? row : other);
+        kept |= unsigned(keeps) << (i * columns_per_thread + j);
+        if (!keeps) gradients[i][j] = 0;
+      }
+    }
+    return kept;
   }
 
   // Converts S and dP to P and dS. `column` is the thread's first column.
@@ -147,7 +168,7 @@ struct SimtGradients {
     const auto step = [](int n) { return n * side; };
     if constexpr (OfKv) {
       const SoftmaxBackward<Config, columns_per_thread, rows_per_thread> softmax_backward = {
-          p, mask, sequence, coord.batch, head, scale_log2};
+          p, mask, sequence, coord.batch, head, scale_log2, kept_weight<Config, T>(p)};
       softmax_backward.template run<true>([&](int r) { return column + r * side; }, row,
                                           [&](int r) { return stats(column + r * side); },
                                           [&](int r, int n) -> T& { return scores[n][r]; },
@@ -155,7 +176,7 @@ struct SimtGradients {
                                           step);
     } else {
       const SoftmaxBackward<Config, rows_per_thread, columns_per_thread> softmax_backward = {
-          p, mask, sequence, coord.batch, head, scale_log2};
+          p, mask, sequence, coord.batch, head, scale_log2, kept_weight<Config, T>(p)};
       softmax_backward.template run<true>([&](int r) { return row + r * side; }, column,
                                           [&](int r) { return stats(row + r * side); },
                                           [&](int r, int n) -> T& { return scores[r][n]; },

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "backward/params.cuh"
+#include "score/dropout.cuh"
 #include "score/mask.cuh"
 #include "score/modify.cuh"
 
@@ -116,8 +117,10 @@ struct SoftmaxBackward {
           score(r, n) = probability;
           // If functions may mask pairs, a score of -inf masks its pair, too.
           bool has_gradient = Config::may_mask_pairs ? probability != 0 : is_visible;
+          // dP of a dropped pair is 0. If it is a row's only key, delta is 0, too, and so is dS.
+          const bool may_be_only = !Config::dropout || gradient(r, n) != 0;
           if constexpr (may_have_one_key) {
-            has_gradient = has_gradient && !(probability > threshold(stats(r)));
+            has_gradient = has_gradient && !(may_be_only && probability > threshold(stats(r)));
           }
           if (has_one_key) has_gradient = has_gradient && !(probability > threshold(stats(r)));
           gradient(r, n) = has_gradient ? ds : T(0);
@@ -150,7 +153,7 @@ struct SoftmaxBackward {
         if (count(row_of(r)) != 1) continue;
 #pragma unroll
         for (int n = 0; n < Keys; ++n) {
-          if (score(r, n) > p_of_one_key<Element, most_columns<Config>>) gradient(r, n) = 0;
+          if (score(r, n) > one * p_of_one_key<Element, most_columns<Config>>) gradient(r, n) = 0;
         }
       }
     }

@@ -14,6 +14,7 @@
 #include "params.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/base.cuh"
+#include "score/dropout.cuh"
 #include "score/mask.cuh"
 #include "score/modify.cuh"
 #include "score/warp_softmax.cuh"
@@ -68,11 +69,14 @@ struct MmaForward : MmaTileCoord<Config> {
   using KeyLayout = typename Products::KeyLayout;
   using ValueLayout = typename Products::ValueLayout;
   using Softmax = WarpSoftmax<Element, row_tiles, Bc, Products::columns_v>;
+  struct Kept {
+    KeptPairs<false, Bc> of[row_tiles];
+  };
 
   // Whether finish() sets rows that attend to one key only to the value of that key. Needed if P V
   // rounds such rows and modifications mask keys, so that `Mask` does not show which rows they are.
   static constexpr bool fixes_one_key_rows =
-      Config::modified && !Config::sinks && !quotient_is_exact<Element>;
+      Config::modified && !Config::sinks && !Config::dropout && !quotient_is_exact<Element>;
 
   static_assert(warp_rows == 16 || warp_rows == 32, "a warp owns one or two tiles of 16 rows");
   static_assert(Br % Config::warps == 0 && Bc % 16 == 0, "tiles consist of whole fragments");
@@ -242,6 +246,7 @@ struct MmaForward : MmaTileCoord<Config> {
     // With two stages, the next copy must start at once to arrive in time. With more, it is better
     // issued while the tensor cores finish. Only the last KV tile can be partial. run() has loaded
     // its K and, with more than two stages, its V, so only its V with two stages needs `Edge`.
+    const Kept kept = kept_pairs(tile * Bc);
     const unsigned k_shared = await_tile<0>(tile);
     if (stages == 2) load_tile<stages - 1, Edge>(tile);
     compute_scores(k_shared);
@@ -257,6 +262,7 @@ struct MmaForward : MmaTileCoord<Config> {
     softmax.bases(base, scale_log2);
     products.multiply_probabilities_values(out, scores, v_shared, [&](int i, int j) {
       softmax.exponentiate(scores, i, j, base, scale_log2);
+      if constexpr (Config::dropout) kept.of[i].drop(scores[i][j], j);
     });
     if (stages > 2) load_tile<stages, false>(tile);
   }
@@ -292,6 +298,20 @@ struct MmaForward : MmaTileCoord<Config> {
           [&](int r) { return score_row(p, this->coord, view, row_of(first_row, r / 2, r % 2)); },
           key_begin + lane % 4 * 2, [&](int r) { return scores[r / 2][0] + 2 * (r % 2); });
     }
+  }
+
+  // Returns which pairs of a KV tile keep their weight; unused without dropout.
+  __device__ Kept kept_pairs(int key_begin) const {
+    Kept kept;
+    if constexpr (Config::dropout) {
+      const DropoutNumbers numbers = dropout_numbers<Config>(p);
+#pragma unroll
+      for (int i = 0; i < row_tiles; ++i) {
+        kept.of[i].draw(numbers, this->coord.batch, this->coord.head,
+                        first_row - lane / 4 + 16 * i, key_begin);
+      }
+    }
+    return kept;
   }
 
   __device__ void apply_mask(int key_begin) {
@@ -356,7 +376,8 @@ struct MmaForward : MmaTileCoord<Config> {
           const float largest = Softmax::largest_probability(state, scale_log2);
           if (state.sum > 0 && state.sum == largest) one_key_rows |= 1 << (2 * i + half);
         }
-        const float normalizer = state.normalizer();
+        float normalizer = state.normalizer();
+        if constexpr (Config::dropout) normalizer *= kept_weight<Config, float>(p);
         scale_row<Products::columns_v / 8>(out[i][0] + 2 * half, normalizer);
         const int row = row_of(first_row_of(coord), i, half);
         if constexpr (Config::modified) {

@@ -5,6 +5,7 @@
 #include "forward/simt/rows.cuh"
 #include "params.cuh"
 #include "ptx/base.cuh"
+#include "score/dropout.cuh"
 #include "score/mask.cuh"
 #include "score/modify.cuh"
 #include "score/softmax.cuh"
@@ -40,6 +41,7 @@ __device__ void write(const Params& p, const TileCoord& coord, const SequenceVie
       log_sum_exp(factor);
       rows.scale(i, factor);
     }
+    if constexpr (Config::dropout) rows.scale(i, kept_weight<Config, T>(p));
     if constexpr (Config::split_keys) {
       constexpr int unit = dim % L::width == 0 ? L::width : 1;
       const auto partials = partials_of(p, view);
@@ -160,7 +162,7 @@ struct Kernel : OptionalView<Config> {
     const bool is_left =
         Config::window_left && tile < mask.template first_full_tile<Config::Bc>(last_row());
     if (tile >= tiles.full_end || is_left) rows.mask(mask, coord.q_begin, tile * Config::Bc);
-    rows.exponentiate(probabilities, scale_log2);
+    exponentiate(tile * Config::Bc, scale_log2);
     if (Config::share_kv) {
       __syncthreads();
       load_v(tile);
@@ -172,6 +174,19 @@ struct Kernel : OptionalView<Config> {
     if (Config::share_kv && tile > tiles.begin) {
       __syncthreads();
       load_k(tile - 1);
+    }
+  }
+
+  __device__ void exponentiate(int key_begin, T scale_log2) {
+    if constexpr (Config::dropout) {
+      const DropoutNumbers numbers = dropout_numbers<Config>(p);
+      const int row = coord.q_begin + Rows<Config>::first(), key = key_begin + L::position();
+      rows.exponentiate(probabilities, scale_log2, [&](int i, int j) {
+        return numbers.keeps(coord.batch, coord.head, row + i * L::warp_rows,
+                             key + j * L::row_threads);
+      });
+    } else {
+      rows.exponentiate(probabilities, scale_log2, [](int, int) { return true; });
     }
   }
 

@@ -28,6 +28,16 @@ __device__ inline unsigned prmt(unsigned x, unsigned y) {
   return chosen;
 }
 
+// prmt.b32 that replicates signs: the lower two bytes repeat the highest bit of byte `byte` of x,
+// the upper two that of byte `byte` of y. `byte` must be a constant after unrolling.
+__device__ inline unsigned prmt_sign_bytes(unsigned x, unsigned y, int byte) {
+  unsigned result;
+  asm("prmt.b32 %0, %1, %2, %3;"
+      : "=r"(result)
+      : "r"(x), "r"(y), "r"(0xcc88 + 0x1111 * byte));
+  return result;
+}
+
 #if __CUDA_ARCH__ >= 800
 
 // sub.rn.f16x2

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.libraries import HOST_LIBRARIES, host_array
 
-from cupy_flash import UnsupportedError, flash_attention, scaled_dot_product_attention
+from cupy_flash import flash_attention, scaled_dot_product_attention
 from cupy_flash.calls import scaled_dot_product
 
 Array = np.ndarray
@@ -149,7 +149,7 @@ def test_four_axes_are_read_in_place(rng: np.random.Generator) -> None:
     # Projections of a model have this order in memory: (batch, seqlen, heads, head_dim).
     given = [rng.standard_normal((2, 7, 4, 5)).swapaxes(1, 2) for _ in range(3)]
     mask = rng.random((7, 7)) < 0.6
-    made, options, _ = scaled_dot_product.prepared(*given, mask, 0.0, False, None, False)
+    made, options, _ = scaled_dot_product.prepared(*given, mask, 0.0, False, None, False, None)
     for x, original in zip((*made, options["mask"]), (*given, mask), strict=True):
         assert np.shares_memory(x, original)
     assert made[0].strides == given[0].strides
@@ -201,7 +201,8 @@ _Q = _zeros(2, 4, 7, 5)
          "attn_mask has dtype int32; expected bool or float32"),
         ({"attn_mask": _zeros(7, 7), "is_causal": True}, ValueError,
          "attn_mask is given and is_causal is True; pass only one of them"),
-        ({"dropout_p": 0.1}, UnsupportedError, "dropout_p is 0.1; expected 0"),
+        ({"dropout_p": 1.0}, ValueError, "dropout_p is 1; expected a number from 0 to below 1"),
+        ({"dropout_p": 0.1, "dropout_seed": 0.5}, TypeError, "dropout_seed is 0.5; expected"),
         ({"dropout_p": None}, TypeError, "dropout_p is None; expected a number"),
         ({"is_causal": 1}, TypeError, "is_causal is 1; expected True or False"),
         ({"enable_gqa": None}, TypeError, "enable_gqa is None; expected True or False"),

@@ -281,12 +281,16 @@ DRAW = {
     "mask_mod": lambda call, rng: MASK_MODS[rng.integers(len(MASK_MODS))],
     "seqlens_k": lambda call, rng: rng.integers(0, call.seqlen_k + 1, call.batch, np.int32),
     "q_offset": lambda call, rng: rng.integers(-20, 40, call.batch, np.int32),
+    "dropout_p": lambda call, rng: float(rng.choice([0.1, 0.5, 0.9])),
 }
+# Modifications that calls of a kind do not have.
+NOT_OF_CACHES = ("seqlens_k", "dropout_p")
+NOT_OF = {"varlen": ("seqlens_k",), "kvcache": NOT_OF_CACHES, "paged": NOT_OF_CACHES}
 
 
 def combinations(kind, rng):
     """Yield each modification, each pair with up to two more, and some sets of 3 and 4."""
-    names = [name for name in DRAW if kind == "dense" or name != "seqlens_k"]
+    names = [name for name in DRAW if name not in NOT_OF.get(kind, ())]
     yield from ([name] for name in names)
     for pair in itertools.combinations(names, 2):
         yield list({*pair, *rng.choice(names, rng.integers(3))})
@@ -313,6 +317,8 @@ def drawn_call(kind, dtype, names, rng):
     if "prefix_lens" in names and {None, -1}.issuperset(call.modifications.get("window_size", ())):
         # prefix_lens are refused unless a causal mask or a window masks keys.
         call.causal = True
+    if "dropout_p" in names:
+        call.modifications["dropout_seed"] = int(rng.integers(2**63))
     if "seqlens_k" in names:
         for b, length in enumerate(call.modifications["seqlens_k"]):
             call.k[b, length:], call.v[b, length:] = np.nan, np.nan
@@ -322,7 +328,7 @@ def drawn_call(kind, dtype, names, rng):
 
 def test_every_modification_is_drawn():
     # tests/api/kvcache/test_used_parts.py covers the other modifications.
-    assert DRAW.keys() == NAMES - {"seqused_q", "cache_leftpad"}
+    assert DRAW.keys() == NAMES - {"seqused_q", "cache_leftpad", "dropout_seed"}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -367,7 +367,11 @@ def small() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"dropout_p": 0.1}, UnsupportedError, "dropout_p is 0.1; expected 0, as dropout is not"),
+        (
+            {"dropout_p": 0.1, "return_attn_probs": True},
+            UnsupportedError,
+            "return_attn_probs is True and dropout_p is 0.1; expected only one of them",
+        ),
         ({"dropout_p": "no"}, TypeError, "dropout_p is 'no'; expected a number"),
         ({"window_size": 3}, TypeError, "window_size is 3, one integer; expected (left, right)"),
         ({"window_size": (1, 2, 3)}, TypeError, "window_size is (1, 2, 3); expected a pair"),

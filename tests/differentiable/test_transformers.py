@@ -12,7 +12,6 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5")
 from support.tiny_models import (  # noqa: E402
     DECODERS,
-    VOCABULARY,
     bert,
     modernbert,
     padding,
@@ -258,11 +257,32 @@ def test_autocast_casts_the_inputs(rng: np.random.Generator) -> None:
     assert (found - exact).abs().max() <= 2 * (naive - exact).abs().max()
 
 
-def test_dropout_is_refused(rng: np.random.Generator) -> None:
-    _, fused = pair(DECODERS["Llama"], rng, "cpu", torch.float32)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_models_drop_weights_while_they_are_trained(
+    is_packed: bool, rng: np.random.Generator, device: str
+) -> None:
+    _, fused = pair(DECODERS["Llama"], rng, device, torch.float32)
+    ids = tokens(rng, 1, 23, device=device)
+    options: dict[str, Any] = {"use_cache": False}
+    if is_packed:
+        options["position_ids"] = torch.tensor([[*range(9), *range(14)]], device=device)
+    plain = fused(ids, **options).logits
     for layer in fused.model.layers:
-        layer.self_attn.attention_dropout = 0.1
-    ids = tokens(rng, 1, 5)
-    assert fused(ids).logits.shape == (1, 5, VOCABULARY)
-    with pytest.raises(UnsupportedError, match="attention dropout of the model's configuration"):
-        fused.train()(ids)
+        layer.self_attn.attention_dropout = 0.4
+    assert torch.equal(fused(ids, **options).logits, plain)
+    fused.train()
+    torch.manual_seed(1)
+    first, second = (fused(ids, **options).logits for _ in range(2))
+    assert not torch.equal(first, second)
+    torch.manual_seed(1)
+    assert torch.equal(fused(ids, **options).logits, first)
+    first.sum().backward()
+    gradient = fused.model.layers[0].self_attn.q_proj.weight.grad
+    assert gradient.isfinite().all()
+    assert gradient.any()
+    fused.zero_grad()
+    fused.gradient_checkpointing_enable()
+    torch.manual_seed(1)
+    fused(ids, **options).logits.sum().backward()
+    again = fused.model.layers[0].self_attn.q_proj.weight.grad
+    torch.testing.assert_close(again, gradient, rtol=1e-4, atol=1e-6)

@@ -10,6 +10,7 @@ import math
 import numpy as np
 import pytest
 from support.comparisons import assert_all_close, assert_all_equal
+from support.gradients import gradient_oracle
 
 from cupy_flash.mods.block_list import BlockList
 from cupy_flash.mods.keywords import NAMES
@@ -60,6 +61,15 @@ def score(x, p, j, row, h, b, given):
     return x
 
 
+def factors(keys, row, h, b, given):
+    """Return the factors of dropout on the weights of a row's keys."""
+    if "dropout_p" not in given:
+        return [1.0] * len(keys)
+    at = gradient_oracle.At(b, h, np.array([row]), np.array(keys, int))
+    kept = gradient_oracle.random_bytes(at, *given["dropout_seed"]) >= 256 * given["dropout_p"]
+    return np.where(kept, 1 / (1 - given["dropout_p"]), 0).tolist()
+
+
 def by_pairs(q, k, v, *, causal, q_offset, given, first=0):
     """Return (out, lse) for arrays (batch, seqlen, heads, dim), with Python's exact sums.
 
@@ -80,8 +90,8 @@ def by_pairs(q, k, v, *, causal, q_offset, given, first=0):
         sink = float(given["sinks"][h]) if "sinks" in given else -math.inf
         total = math.fsum(math.exp(x) for x in [*scores, sink])
         lse[index, h, row] = math.log(total) if total else -math.inf
-        for j, x in zip(keys, scores, strict=True):
-            out[index, row, h] += math.exp(x) / total * v[index, j, h // group]
+        for j, x, r in zip(keys, scores, factors(keys, row, h, b, given), strict=True):
+            out[index, row, h] += r * math.exp(x) / total * v[index, j, h // group]
     return out, lse
 
 
@@ -105,6 +115,8 @@ def drawn(rng, batch=2, seqlen_q=SEQLEN_Q, seqlen_k=SEQLEN_K):
         "mask_mod": MaskMod(lambda b, h, i, j: (i + 2 * j + h + b) % 3 != 0),
         "seqlens_k": np.array([seqlen_k - 3, 5]),
         "q_offset": 4 - 3 * np.arange(batch),
+        "dropout_p": 77 / 256,
+        "dropout_seed": rng.integers(-(2**63), 2**63, 2).tolist(),
     }
 
 
@@ -126,10 +138,12 @@ def test_every_modification_is_checked(rng):
     assert drawn(rng).keys() == DENSE
 
 
-@pytest.mark.parametrize("name", sorted(DENSE))
+@pytest.mark.parametrize("name", sorted(DENSE - {"dropout_seed"}))
 def test_each_modification_equals_the_formula_pair_by_pair(name, rng):
     q, k, v = random_qkv(rng)
-    given = {name: drawn(rng)[name]}
+    everything = drawn(rng)
+    names = (name, "dropout_seed") if name == "dropout_p" else (name,)
+    given = {name: everything[name] for name in names}
     largest_change = 0.0
     for causal, q_offset in ((True, SEQLEN_K - SEQLEN_Q), (False, 2), (True, -3), (True, 9)):
         if name == "prefix_lens" and not causal:
@@ -144,7 +158,7 @@ def test_modifications_together_come_in_their_order(rng):
     q, k, v = random_qkv(rng)
     everything = drawn(rng)
     check(q, k, v, everything, causal=True, q_offset=4)
-    for left_out in everything:
+    for left_out in everything.keys() - {"dropout_seed"}:
         given = {name: value for name, value in everything.items() if name != left_out}
         check(q, k, v, given, causal="prefix_lens" in given, q_offset=1)
 
@@ -309,7 +323,8 @@ def test_a_cache_has_tables_of_its_capacity(rng):
     q, k, v = random_qkv(rng, batch=3, seqlen_q=2, seqlen_k=12)
     lengths = np.array([12, 1, 5])
     given = drawn(rng, batch=3, seqlen_q=2, seqlen_k=12)
-    del given["seqlens_k"]
+    for name in ("seqlens_k", "dropout_p", "dropout_seed"):
+        del given[name]
     cached = attention_with_kvcache_reference(
         q, k, v, cache_seqlens=lengths, causal=True, softmax_scale=SCALE, **given
     )

@@ -21,15 +21,20 @@ from cupy_flash.mods.ir.expression import Node, postorder
 from cupy_flash.mods.ir.operations import ONE
 from cupy_flash.mods.keywords import (
     ARRAYS,
+    DROPOUT,
+    DROPOUT_P,
+    DROPOUT_SEED,
     MODS,
     Window,
+    checked_dropout,
     checked_softcap,
     require_known,
     require_mod,
+    require_seed,
     window_of,
 )
 from cupy_flash.mods.modification import MaskMod, ScoreMod
-from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
+from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications, Dropout
 from cupy_flash.mods.on_arrays.scores import ARRAY_FIELDS, Scores
 from cupy_flash.mods.shapes import Sizes, fitted, require_limit
 from cupy_flash.mods.trace.traced import NOT_DERIVABLE, Derivable, Traced
@@ -52,6 +57,8 @@ class ModificationKey(NamedTuple):
     derivable
         In a backward pass, the expression of score_mod that is differentiated, and the captures
         whose gradients are supported, see `Derivable`. None in a forward pass.
+    dropout_threshold
+        Probability of dropout in steps of 1 / 256; None without dropout.
     """
 
     names: tuple[str, ...]
@@ -61,6 +68,7 @@ class ModificationKey(NamedTuple):
     mask_mod: Traced | None = None
     numbers: tuple[tuple[str, bool | int | str], ...] = ()
     derivable: Derivable | None = None
+    dropout_threshold: int | None = None
 
 
 class UserMods(NamedTuple):
@@ -127,7 +135,7 @@ def _parse(
     names: tuple[str, ...] = ()
     arrays: tuple[Any, ...] = ()
     numbers: tuple[tuple[str, bool | int | str], ...] = ()
-    window, softcap = _NO_WINDOW, None
+    window, softcap, dropout_threshold = _NO_WINDOW, None, None
     score_mod: ScoreMod | None = None
     mask_mod: MaskMod | None = None
     # One loop, because every call runs it. The last branch handles the rarer arguments.
@@ -141,6 +149,9 @@ def _parse(
             window = window_of(value)
         elif name == "softcap":
             softcap = checked_softcap(value)
+        elif name in DROPOUT:
+            if name == DROPOUT_P:
+                dropout_threshold = checked_dropout(value)
         else:
             # Equivalent to both checks below if true, in a third of their time.
             if value.__class__ is not MODS.get(name):
@@ -154,6 +165,9 @@ def _parse(
             names += mod.array_names
             arrays += mod.arrays
             numbers += mod.numbers
+    if dropout_threshold is not None:
+        names += (DROPOUT_SEED,)
+        arrays += (require_seed(modifications),)
     has_none = score_mod is None and mask_mod is None
     mod_key = ModificationKey(
         names,
@@ -162,6 +176,7 @@ def _parse(
         None if score_mod is None else score_mod.traced,
         None if mask_mod is None else mask_mod.traced,
         numbers,
+        dropout_threshold=dropout_threshold,
     )
     if mod_key == _NOTHING:
         return None
@@ -189,6 +204,7 @@ def canonical(mod_key: ModificationKey, arrays: tuple[Any, ...], sizes: Sizes) -
         "q_offset": ("int32",),
         "seqused_q": ("int32",),
         "cache_leftpad": ("int32",),
+        DROPOUT_SEED: ("int64",),
     }
     given = dict(zip(mod_key.names, arrays, strict=True))
     for name, dtypes in allowed_dtypes.items():
@@ -256,6 +272,7 @@ def score_spec(
         has_low_scores=LOW_SCORES in generated.cuda_source,
         changes_slope=slopes is not None and slopes.slope is not ONE,
         differentiable=_differentiable(mod_key.derivable),
+        dropout=mod_key.dropout_threshold is not None,
     )
 
 
@@ -358,6 +375,7 @@ def _numbers(mod_key: ModificationKey, softmax_scale: float) -> dict[str, bool |
         ("softcap", mod_key.softcap),
         ("window_left", window.left),
         ("window_right", window.right),
+        ("dropout_threshold", mod_key.dropout_threshold),
     ):
         if number is not None:
             result[name] = number
@@ -399,4 +417,7 @@ def bind_modifications(
         arrays.get("seqlens_k"),
         arrays.get("sinks"),
         arrays.get("q_offset"),
+        None
+        if mod_key.dropout_threshold is None
+        else Dropout.of(mod_key.dropout_threshold, arrays[DROPOUT_SEED]),
     )

@@ -36,6 +36,7 @@ from cupy_flash.calls.check.modifications import (
 )
 from cupy_flash.calls.check.rotary_tables import require_tables
 from cupy_flash.calls.options import Options
+from cupy_flash.mods.keywords import unsupported_dropout
 from cupy_flash.mods.shapes import Sizes, refuse_other_lengths
 from cupy_flash.problem.arrays import (
     DTYPES,
@@ -170,6 +171,7 @@ def _float8_scales(
             if value is not None:
                 raise ValueError(f"{name} is for {FLOAT8} q, k and v; q is {q.dtype}")
         return None
+    _refuse_dropout(options, f"calls on {q.dtype} arrays")
     if options.mod_key is not None:
         arrays = f" ({', '.join(options.mod_key.names)})" if options.mod_key.names else ""
         raise ValueError(f"q is {q.dtype}, which is supported only without modifications{arrays}")
@@ -222,6 +224,9 @@ def _check_varlen(arguments: Arguments, options: Options) -> CheckedCall:
         total_q=q.shape[0],
     )
     specs = _specs(arguments, options)
+    scales = _scales_of_keys(arguments, options, specs[1])
+    if scales is not None:
+        _refuse_dropout(options, f"calls on {specs[1].dtype} keys and values")
     problem = make_problem(
         *specs,
         kind="varlen",
@@ -234,13 +239,20 @@ def _check_varlen(arguments: Arguments, options: Options) -> CheckedCall:
         batch_invariant=options.batch_invariant,
         causal=options.causal,
         softmax_scale=options.softmax_scale,
-        scales=_scales_of_keys(arguments, options, specs[1]),
+        scales=scales,
     )
     return CheckedCall(problem, mod_arrays)
 
 
+def _refuse_dropout(options: Options, calls: str) -> None:
+    """Raise UnsupportedError for dropout in calls that have no gradients."""
+    if options.mod_key is not None and options.mod_key.dropout_threshold is not None:
+        raise unsupported_dropout(calls)
+
+
 def _check_kvcache(arguments: Arguments, options: Options) -> CheckedCall:
     """Check a KV cache call. Attention reads a rotated q from a contiguous copy."""
+    _refuse_dropout(options, "calls on KV caches")
     q, block_table = arguments.q, arguments.block_table
     require_axes("q", q, 4, "batch, seqlen, heads and head_dim")
     batch = q.shape[0]

@@ -252,20 +252,36 @@ class _Tile:
         np.exp(p, out=p)
         _zero_masked(pairs, masked)
         parts = []
+        factors = self._dropout_factors(start, stop)
         if gradient_pass.dv is not None:
-            parts.append(self._key_part("dv", gradient_pass.dv, p, self.finite_dout, start, stop))
-            self._add_infinite(parts[-1][1], p)
+            weights = p
+            if factors is not None:
+                # The buffer of ds is not in use yet.
+                weights = np.multiply(p, factors, out=self._scratch_array("ds", p.shape))
+            parts.append(
+                self._key_part("dv", gradient_pass.dv, weights, self.finite_dout, start, stop)
+            )
+            self._add_infinite(parts[-1][1], p, weights)
         if not gradient_pass.needs_scores:
             return parts
         v = self._load_keys("v", job.v, start, stop)
         ds = self._scratch_array("ds", p.shape)
-        np.matmul(self.dout, v.swapaxes(-1, -2), out=ds)
+        if factors is None:
+            np.matmul(self.dout, v.swapaxes(-1, -2), out=ds)
+        else:
+            np.matmul(self.dout[..., :-1], v[..., :-1].swapaxes(-1, -2), out=ds)
+            ds *= factors
+            # The last column of self.dout is minus delta.
+            ds += self.dout[..., -1:]
         ds *= p
         pairs = ds.reshape(pairs.shape)
         # Masked pairs are set to 0 again, because values of masked keys may have made them NaN.
         _zero_masked(pairs, masked)
         if self.may_leave_one_key:
-            np.copyto(ds, 0, where=p > self._least_weight_of_one_key())
+            is_only_key = p > self._least_weight_of_one_key()
+            if factors is not None:
+                is_only_key &= factors != 0
+            np.copyto(ds, 0, where=is_only_key)
         elif self.rows_of_one_key.size:
             row_index = (..., self.rows_of_one_key, slice(None))
             least = self._least_weight_of_one_key().reshape(*pairs.shape[:-1], 1)
@@ -285,6 +301,17 @@ class _Tile:
             # The finite copy gives the same result: weights of a key with NaN or inf are NaN or 0.
             self._add_dq(ds, _finite(k) if masked else k)
         return parts
+
+    def _dropout_factors(self, start: int, stop: int) -> Array | None:
+        """Return the factors of dropout on the weights of keys [start, stop); None without dropout.
+
+        They are 0 for weights that are dropped.
+        """
+        kept, share = self.job.kept_by_dropout(self.block, start, stop), self.job.kept_share
+        if kept is None or share is None:
+            return None
+        factors = self._scratch_array("factors", (*self.q.shape[:-1], stop - start))
+        return np.divide(kept.reshape(factors.shape), self.job.compute.type(share), out=factors)
 
     def _apply_mask_mod(self, start: int, stop: int) -> tuple[int, int, Array | None]:
         """Reduce the range [start, stop) to keys that any row attends to under the user's mask.
@@ -328,15 +355,19 @@ class _Tile:
         np.matmul(weights.swapaxes(-1, -2), rows, out=product)
         return total[self.block.batch, self.block.kv_heads, start:stop], product
 
-    def _add_infinite(self, dv: Array, p: Array) -> None:
-        """Add to dv the elements of dout that are not finite, which `finite_dout` leaves out."""
+    def _add_infinite(self, dv: Array, p: Array, weights: Array) -> None:
+        """Add to dv the elements of dout that are not finite, which `finite_dout` leaves out.
+
+        `weights` are the probabilities p after dropout.
+        """
         dout = self.dout[..., :-1]
         if np.may_share_memory(self.finite_dout, dout):
             return
         rest = np.where(np.isfinite(dout), 0, dout)
         for *group_index, row in np.argwhere(rest.any(-1)):
-            weights = p[(*group_index, row)][:, None]
-            dv[tuple(group_index)] += np.where(weights == 0, 0, weights * rest[(*group_index, row)])
+            index = (*group_index, row)
+            part = weights[index][:, None] * rest[index]
+            dv[tuple(group_index)] += np.where(p[index][:, None] == 0, 0, part)
 
     def _bias_parts(self, dt: Array, start: int, stop: int) -> list[Part]:
         """Return the contribution to the gradient of the bias, summed over its broadcast axes."""

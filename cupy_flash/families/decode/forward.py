@@ -12,6 +12,7 @@ from cupy_flash.families.contract import (
     heads_in_l2,
     tile_members,
     why_not_blocks,
+    why_not_dropout,
     why_not_scale,
 )
 from cupy_flash.families.decode import partition, preferred, sizes
@@ -43,7 +44,7 @@ class DecodeFamily(Family[DecodeTile]):
             return f"its tensor-core products take float16 or bfloat16, not {problem.dtype}"
         if device.arch < 80:
             return f"needs sm_80 or newer for cp.async and its mma shapes, not {device.sm}"
-        if reason := why_not_scale(problem):
+        if reason := why_not_dropout(problem) or why_not_scale(problem):
             return reason
         layout, stored = problem.layout, problem.tensors["k"].dtype
         if stored == "float8_e4m3fn" and device.arch < FLOAT8_ARCH:

@@ -42,7 +42,7 @@ _TILE_COST = 2
 def serves(problem: Problem) -> bool:
     """Return whether the kernel serves a problem that the backward `hopper` family serves."""
     bias, score = problem.gradient_spec.bias, problem.score
-    if bias is None or 0 in bias or score is None:
+    if bias is None or 0 in bias or score is None or score.dropout:
         return False
     # The mask is the same in all sequences, and position alone masks pairs.
     is_uniform = problem.layout.is_dense and not (score.prefix or score.offsets or score.seqused_q)

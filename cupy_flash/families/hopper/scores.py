@@ -75,10 +75,11 @@ def finds_only_keys(problem: Problem) -> bool:
 
     If only a window masks keys, such a row attends to key 0, and the mask identifies it. The check
     takes 1.5% of the time (causal window of 1024 keys, head_dim 64, H100). Sinks need no check, as
-    a sink adds to the sum. float8 needs none, as the probability of an only key is a power of two.
+    a sink adds to the sum. Dropout needs none, as it multiplies the value of an only key. float8
+    needs none, as the probability of an only key is a power of two.
     """
     score = problem.score
-    if score is None or score.sinks or problem.is_float8:
+    if score is None or score.sinks or score.dropout or problem.is_float8:
         return False
     if score.changes_scores or score.masks_pairs or score.prefix or score.offsets:
         return True

@@ -15,6 +15,7 @@ from cupy_flash.families.contract import (
     Family,
     QueryTileLists,
     ceil_div,
+    has_dropout,
     round_up,
     tile_members,
     why_not_blocks,
@@ -118,6 +119,8 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
             return "its tensor-core products do not take float64"
         if reason := backward_common.why_not_tensor_cores(problem):
             return reason
+        if _uses_components(problem) and has_dropout(problem):
+            return "does not support dropout of float32, whose weights may exceed 1"
         if self._first_legal(problem, device) is None:
             return self.why_not_tile(problem, device, self.preferred_tiles(problem, device)[-1])
         return None
@@ -157,6 +160,8 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
             return f"stages is {tile.stages}; expected 1 or 2"
         if tile.paired not in (0, 1) or (tile.paired and tile.side_warps % 2):
             return f"paired is {tile.paired}; expected 0, or 1 if warps / key_warps is even"
+        if tile.columns % 16 and has_dropout(problem):
+            return f"columns is {tile.columns}; expected at least 16 columns with dropout"
         if tile.columns == 8 and not tile.paired:
             return "columns is 8 and paired is 0; expected at least 16 columns, or paired = 1"
         if tile.min_blocks < 1:

@@ -4,9 +4,36 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cupy_flash.mods.keywords import Window
+from cupy_flash.mods.keywords import DROPOUT_STEPS, Window
 from cupy_flash.mods.on_arrays.scores import Scores
 from cupy_flash.problem.mask import Mask
+
+
+class Dropout(NamedTuple):
+    """Dropout of a call whose seed has been read.
+
+    Attributes
+    ----------
+    threshold
+        Probability of dropout in steps of 1 / 256.
+    seed, offset
+        Seed and offset of the random numbers, from -2^63 to below 2^63.
+    """
+
+    threshold: int
+    seed: int
+    offset: int
+
+    @classmethod
+    def of(cls, threshold: int, dropout_seed: Any) -> Dropout:
+        """Return the dropout of a call, given seed and offset in host memory."""
+        seed, offset = dropout_seed.tolist()
+        return cls(threshold, seed, offset)
+
+    @property
+    def kept_share(self) -> float:
+        """Probability that a weight is kept."""
+        return 1 - self.threshold / DROPOUT_STEPS
 
 
 class BoundModifications(NamedTuple):
@@ -24,6 +51,8 @@ class BoundModifications(NamedTuple):
     sinks : array, (heads_q,), or None
     q_offset : array in host memory, (batch,), or None
         Position of the first query of each sequence among its keys.
+    dropout
+        Dropout of the weights after the softmax, or None.
     """
 
     scores: Scores = Scores()
@@ -32,6 +61,7 @@ class BoundModifications(NamedTuple):
     seqlens_k: Any = None
     sinks: Any = None
     q_offset: Any = None
+    dropout: Dropout | None = None
 
     @property
     def masks_differ(self) -> bool:

@@ -105,6 +105,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config, DqColumns> {
     Scores first;
     Base::start_scores(first, keys, q_ring.index, 0);
     load_stats(0);
+    Base::draw_dropout(cta.stored_step(step, q_ring.index), 0);
     wait_scores(first);
     while (!cta.is_last(cta.stored_step(step, q_ring.index))) {
       process_tile<false>(step);
@@ -148,11 +149,13 @@ struct HopperGradientConsumer : HopperGradientProducts<Config, DqColumns> {
     if constexpr (has_next && ahead) start_next<ends_tile>(next, part + 1);
     softmax_backward(part, step, is_masked);
     Base::narrow(left_p, scores);
+    Base::dropout.drop_p(left_p);
     if constexpr (wants_v) Base::start_dv(dv_sums, left_p, part);
     Base::part_bias.release(cta);
     if constexpr (wants_ds) {
       if constexpr (!single_pass) {
         Base::template wait<wants_v>(gradients);
+        Base::drop_dp(gradients, part);
         Base::compute_ds(gradients, scores, is_masked);
         Base::zero_one_key_ds(gradients, scores, step, part, is_masked);
       }
@@ -192,7 +195,10 @@ struct HopperGradientConsumer : HopperGradientProducts<Config, DqColumns> {
       if constexpr (ends_tile) ptx::mbarrier_wait(cta.q_full(q_ring.index), q_ring.phase);
       Base::start_scores(next, keys, q_ring.index, ends_tile ? 0 : part + 1);
     }
-    if constexpr (has_next) load_stats(ends_tile ? 0 : part + 1);
+    if constexpr (has_next) {
+      load_stats(ends_tile ? 0 : part + 1);
+      draw_next_dropout<ends_tile>(step, part);
+    }
     Base::template wait<has_next && !ahead>(dk_sums);
     if constexpr (ends_tile) arrive_warp(cta.q_empty(stage));
     if constexpr (has_next) wait_scores(next);
@@ -208,6 +214,16 @@ struct HopperGradientConsumer : HopperGradientProducts<Config, DqColumns> {
     }
     Base::start_scores(next, keys, ring.index, NextTile ? 0 : part);
   }
+  // Draws the random numbers of the part after `part`, which the tensor cores overlap.
+  template <bool NextTile>
+  __device__ void draw_next_dropout(const Step& step, int part) {
+    if constexpr (Config::dropout && NextTile) {
+      Base::draw_dropout(cta.next_stored_step(step, q_ring.index), 0);
+    } else if constexpr (Config::dropout) {
+      Base::draw_dropout(cta.stored_step(step, q_ring.index), part + 1);
+    }
+  }
+
   __device__ void wait_scores(Scores& next) {
     Base::template wait<0>(next);
 #pragma unroll
@@ -230,6 +246,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config, DqColumns> {
     if constexpr (single_pass) {
       Base::start_dp(gradients, values, part, [](int) {});
       Base::template wait<0>(gradients);
+      Base::drop_dp(gradients, part);
       Base::compute_p_and_ds(scores, gradients, lse_log2, step, part, is_masked, visible_pairs);
     } else if constexpr (wants_ds && Base::masks_p) {
       // Masked and unmasked tiles run the same code. It computes all P; masked P are then set to 0.

@@ -5,6 +5,7 @@
 
 #include "backward/preprocess/clean.cuh"
 #include "backward/hopper/column_exchange.cuh"
+#include "backward/hopper/dropout.cuh"
 #include "backward/hopper/listed_tiles.cuh"
 #include "backward/hopper/streamed_bias.cuh"
 #include "backward/softmax_backward.cuh"
@@ -78,6 +79,7 @@ struct HopperGradientProducts {
   PipelineState<Cta::ds_stages> ds_ring = {};
   using PartBias = HopperPartBias<Config>;
   PartBias part_bias;
+  HopperPartDropout<Config> dropout;
   // Sums of P of each key, to detect keys whose pairs are all masked, if `sums_p`.
   float p_sums[2] = {};
   int sums_phase = 1;  // phase of `sums_empty`
@@ -334,8 +336,9 @@ struct HopperGradientProducts {
                       Config::block_mask, Config::stores_pairs>;
   __device__ PartSoftmaxBackward part_softmax_backward(const Step& step,
                                                        unsigned visible_pairs = 0) const {
+    const float one = kept_weight<Config, float>(cta.p);
     return {cta.p, cta.mask, cta.sequence,      cta.coord.batch, step.head, scale_log2,
-            1,     0,        part_bias.pairs(), visible_pairs};
+            one,   0,        part_bias.pairs(), visible_pairs};
   }
   __device__ auto rows_of_part(const Step& step, int part) const {
     const int first = step.tile * Br + part * columns + threadIdx.x % 4 * 2;
@@ -385,8 +388,10 @@ struct HopperGradientProducts {
 
   // Whether P is computed for all pairs, and the P of masked pairs are set to 0 afterwards.
   // Otherwise the code that computes P evaluates the mask.
-  static constexpr bool masks_p = !Config::modified || Cta::streams_bias ||
-                                  (Config::stores_pairs && !Mods::changes_scores);
+  static constexpr bool masks_p =
+      !Config::modified || Cta::streams_bias ||
+      (!Mods::changes_scores &&
+       (Config::stores_pairs || (Config::dropout && !Mods::masks_pairs)));
 
   __device__ void compute_all_p(Scores& scores, LaneRows& lse_log2, const Step& step, int part,
                                 bool is_masked, unsigned visible_pairs) {
@@ -409,6 +414,20 @@ struct HopperGradientProducts {
                                          key_step());
     }
   }
+  // Draws the random numbers of a part of the query tile of `step`, if there is dropout.
+  __device__ void draw_dropout(const Step& step, int part) {
+    dropout.draw(cta, step, part, first_key() - threadIdx.x % 32 / 4);
+  }
+
+  // Replaces dP - delta of dropped pairs by -delta. The tile must be in the current stage of q.
+  __device__ void drop_dp(Scores& gradients, int part) const {
+    if constexpr (Config::dropout) {
+      LaneRows minus_delta;
+      load_minus_delta(minus_delta, part);
+      dropout.drop_dp(gradients, minus_delta);
+    }
+  }
+
   // Whether sums of P show which keys have a visible pair. If the block mask stores visible pairs,
   // its bits of keys show this without registers. But a changed score of -inf masks its pair, too.
   // Absolute values are summed, because consumers of wide heads pass P times the slope.
@@ -441,10 +460,12 @@ struct HopperGradientProducts {
     } else if constexpr (zeroes_one_key_ds<Config>) {
       static_assert(sizeof(Element) == 2, "for other types the threshold depends on the row");
       if (!is_masked && !may_mask_any_tile) return;
-      constexpr float threshold = p_of_one_key<Element, most_columns<Config>>;
+      const float threshold =
+          p_of_one_key<Element, most_columns<Config>> * kept_weight<Config, float>(cta.p);
 #pragma unroll
       for (int i = 0; i < columns / 2; ++i) {
-        accumulators[i] = scores[i] > threshold ? 0 : accumulators[i];
+        // The only key of a row may be dropped. Then delta is 0, and so is dS.
+        accumulators[i] = scores[i] > threshold && dropout.keeps(i) ? 0 : accumulators[i];
       }
     }
   }

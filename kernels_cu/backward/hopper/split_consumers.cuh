@@ -317,6 +317,7 @@ struct HopperValueConsumer
   // Computes P for dv, and passes P, or P times the slope if `single_pass`, to the dk consumer.
   __device__ void softmax_backward(LeftOperand& left_p, const Step& step) {
     const bool is_masked = cta.is_masked(step);
+    Base::draw_dropout(step, 0);
     LeftOperand p_operand;
     score_exchange.receive(scores);
     if constexpr (Base::single_pass) {
@@ -341,6 +342,7 @@ struct HopperValueConsumer
         send_p(left_p);
       }
     }
+    Base::dropout.drop_p(left_p);
   }
 
   __device__ void send_p(const LeftOperand& p_operand) {
@@ -425,7 +427,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config, HopperGradientCta<Config>:
   template <bool Last>
   __device__ void process_tile(const Step& step) {
     LeftOperand left_ds;
-    if constexpr (wants_ds) softmax_backward(left_ds, cta.is_masked(step));
+    if constexpr (wants_ds) softmax_backward(left_ds, step);
     if constexpr (!wants_ds || !Cta::exchanges_scores) release_dout();
     if constexpr (wants_k) Base::start_dk(dk_sums, left_ds, 0);
     DqPart dq_part;
@@ -449,14 +451,16 @@ struct HopperKeyConsumer : HopperWideProducts<Config, HopperGradientCta<Config>:
     if constexpr (!Last) send_next();
   }
 
-  __device__ void softmax_backward(LeftOperand& left_ds, bool is_masked) {
+  __device__ void softmax_backward(LeftOperand& left_ds, const Step& step) {
+    Base::draw_dropout(step, 0);
     Scores scores;
     ptx::mbarrier_wait(cta.p_full(ds_ring.index), ds_ring.phase);
     receive_p(scores);
     Base::sum_p(scores);
     if constexpr (!Cta::exchanges_scores) Base::template wait<0>(gradients);
     score_exchange.receive(gradients);
-    Base::compute_ds(gradients, scores, is_masked);
+    Base::drop_dp(gradients, 0);
+    Base::compute_ds(gradients, scores, cta.is_masked(step));
     Base::narrow(left_ds, gradients);
     if constexpr (wants_q) Base::write_ds(left_ds, 0);
     ptx::fence_proxy_async();

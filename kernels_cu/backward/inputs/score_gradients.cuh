@@ -152,7 +152,18 @@ struct ScoreGradients : ScoreProducts<Config, has_tensor_cores<Config>> {
     }
     const T scale_log2 = signed_scale<Config, double>(p) * SoftmaxMath<double>::log2_e;
     const SoftmaxBackward<Config, rows_per_thread, keys_per_thread> softmax_backward = {
-        p, mask, sequence, batch, head, scale_log2};
+        p, mask, sequence, batch, head, scale_log2, kept_weight<Config, T>(p)};
+    if constexpr (Config::dropout) {
+      const DropoutNumbers numbers = dropout_numbers<Config>(p);
+#pragma unroll
+      for (int i = 0; i < rows_per_thread; ++i) {
+#pragma unroll
+        for (int j = 0; j < keys_per_thread; ++j) {
+          const int pair_key = key + Products::first_key() + Products::step(j);
+          if (!numbers.keeps(batch, head, row + Products::row(i), pair_key)) gradients[i][j] = 0;
+        }
+      }
+    }
     softmax_backward.template run<true, false>(
         [&](int r) { return row + Products::row(r); }, key + Products::first_key(),
         [&](int r) { return row_stats_of<Config>(p, sequence, head, row + Products::row(r)); },

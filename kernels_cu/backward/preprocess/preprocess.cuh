@@ -8,6 +8,7 @@
 #include "backward/dq/accumulate.cuh"
 #include "backward/preprocess/zero_rows.cuh"
 #include "score/capture.cuh"
+#include "score/dropout.cuh"
 #include "tile/access.cuh"
 #include "scheduler/tile_coord.cuh"
 
@@ -82,6 +83,12 @@ struct Preprocess {
     if constexpr (Config::has_dlse) delta -= static_cast<const T*>(p.dlse)[index];
     const T infinity =
         Config::sinks || Config::Mods::changes_scores ? SoftmaxMath<T>::infinity() : -lse;
+    if constexpr (Config::dropout) {
+      // P then includes the factor of the weights that dropout keeps, see `softmax_backward.cuh`.
+      const T factor = kept_weight<Config, T>(p);
+      lse_log2 -= SoftmaxMath<T>::log2(factor);
+      delta /= factor;
+    }
     row_stats<Config>(p)[index] = {is_masked ? infinity : lse_log2, delta};
   }
 

@@ -7,6 +7,7 @@
 
 #include "forward/hopper/bias.cuh"
 #include "forward/hopper/cta.cuh"
+#include "forward/hopper/dropout.cuh"
 #include "forward/hopper/peer_exchange.cuh"
 #include "forward/hopper/products.cuh"
 #include "forward/hopper/epilogue.cuh"
@@ -46,6 +47,7 @@ struct HopperConsumer {
   Products products;
   Softmax softmax;
   PeerExchange<Config> peer;
+  HopperDropout<Config> dropout;
   int work_tile_slot = 0;  // index in the ring of work tiles
 
   // State of the query tile. Values that are cheap to recompute are not kept, to save registers.
@@ -64,7 +66,8 @@ struct HopperConsumer {
         consumer(consumer),
         products(cta, consumer),
         softmax(cta.p),
-        peer(cta, consumer) {}
+        peer(cta, consumer),
+        dropout(cta) {}
 
   __device__ void consume() {
     softmax.reset();
@@ -81,6 +84,7 @@ struct HopperConsumer {
     if (Config::pingpong && consumer == consumers - 1) pingpong_arrive();
     products.load_query_fragments();
     products.start_scores();
+    prepare_pairs();
     if (pingpong_softmax) pingpong_wait();
     ptx::wgmma_wait_group<0>();
     products.release_scores(1, true, kv_tile == begin);
@@ -122,7 +126,7 @@ struct HopperConsumer {
     products.start_output(accumulate, true);
     if (pingpong_gemms) pingpong_arrive();
 
-    read_visible_pairs();
+    prepare_pairs();
     if (pingpong_softmax) pingpong_wait();
     ptx::wgmma_wait_group<1>();
     products.release_scores(2, tile_ends, !Config::skips_tiles && kv_tile == begin);
@@ -135,8 +139,8 @@ struct HopperConsumer {
       if (releases_early) products.wait_output(true);
     });
     if (!Config::overlaps_output && !releases_early) products.wait_output(true);
-    const bool rescales =
-        softmax.exponentiate(products.scores, products.next_probabilities, rescale);
+    bool rescales = softmax.exponentiate(products.scores, products.next_probabilities, rescale);
+    dropout.apply(products.next_probabilities);
     float normalizer[2];
     bool is_special = false;
     if (tile_ends) is_special = epilogue().finish_softmax(finished, normalizer);
@@ -179,7 +183,7 @@ struct HopperConsumer {
       products.start_scores();
       if (!is_first_kv_tile) products.skip_values();
       pingpong_arrive_next();
-      read_visible_pairs();
+      prepare_pairs();
       ptx::wgmma_wait_group<0>();
       products.release_scores(is_first_kv_tile ? 1 : 2, !accumulate, false);
       is_first_kv_tile = false;
@@ -276,7 +280,9 @@ struct HopperConsumer {
   // warp changed, so that O must be multiplied by `rescale`.
   __device__ bool compute_softmax(float (&rescale)[2]) {
     prepare_scores([] {});
-    return softmax.exponentiate(products.scores, products.next_probabilities, rescale);
+    bool changes = softmax.exponentiate(products.scores, products.next_probabilities, rescale);
+    dropout.apply(products.next_probabilities);
+    return changes;
   }
 
   // Completes the scores of the KV tile: adds those of the peer CTA, modifies them and masks them.
@@ -351,8 +357,10 @@ struct HopperConsumer {
     }
   }
 
-  // Loads the visible pairs that arrived with K, before the stage of K is released.
-  __device__ void read_visible_pairs() {
+  // Loads the visible pairs that arrived with K, before the stage of K is released, and draws the
+  // random numbers of dropout, both while the scores are computed.
+  __device__ void prepare_pairs() {
+    dropout.draw(work_tile_slot, first_row, kv_tile);
     if constexpr (Config::block_mask) {
       if (kv_tile_info.pairs_slot(consumer)) {
         visible_pairs = cta.visible_pairs(visible_pairs_slot, consumer);

@@ -6,6 +6,7 @@
 #include "forward/hopper/products.cuh"
 #include "forward/hopper/softmax.cuh"
 #include "ptx/base.cuh"
+#include "score/dropout.cuh"
 #include "score/modify.cuh"
 #include "tile/access.cuh"
 #include "tile/element.cuh"
@@ -49,6 +50,7 @@ struct HopperEpilogue {
       if constexpr (!Config::modified) state[half].sum = sum_of_lanes(state[half].sum);
       normalizer[half] = state[half].sum == 0 ? 0 : ptx::rcp_approx(state[half].sum);
       if constexpr (Cta::transposes_values) normalizer[half] *= finished_work_tile().scales.values;
+      if constexpr (Config::dropout) normalizer[half] *= kept_weight<Config, float>(cta.p);
       if constexpr (Config::sinks && !Config::split_keys) {
         float lse = state[half].log_sum_exp();
         normalizer[half] *= apply_sink<Config>(cta.p, finished_work_tile().coord.head, lse);

@@ -104,8 +104,10 @@ struct Rows {
     }
   }
 
-  // Converts scores to probabilities in shared memory, and rescales the previous output and sum.
-  __device__ void exponentiate(T* p, T scale_log2) {
+  // Converts scores to probabilities in shared memory, and rescales the previous output and sum. The
+  // sum includes the pairs for which keeps(i, j) is false, but their probabilities become 0.
+  template <class Keeps>
+  __device__ void exponentiate(T* p, T scale_log2, Keeps keeps) {
     p += first() * L::p_stride + L::position();
     T tile_max[L::rows];
 #pragma unroll
@@ -133,7 +135,7 @@ struct Rows {
             SoftmaxRow<T>::template probability<only_masks>(scores[i][j], scale_log2, base) *
             T(power_of_half(L::headroom));
         softmax[i].sum += probability;
-        p[i * L::warp_rows * L::p_stride + j * L::row_threads] = probability;
+        p[i * L::warp_rows * L::p_stride + j * L::row_threads] = keeps(i, j) ? probability : T(0);
       }
     }
   }

@@ -35,6 +35,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "flash_attention_with_kvcache": (DENSE, {"cache_seqlens": 4}), "plot_mask": ((4, 4), {}),
     "seen_pairs": ((4, 4), {}),
 }  # fmt: skip
+NOT_OF_CACHES = {"seqlens_k", "dropout_p", "dropout_seed"}
 OF_LIBRARY = ("flash_attention", "flash_attention_qkvpacked", "flash_attention_varlen")
 PUBLIC = [("cupy_flash", name) for name in CALLS]
 # Functions that differentiable modules have under the same names.
@@ -57,8 +58,10 @@ def accepted(function: Callable[..., Any]) -> list[str]:
             continue
         kind = parameter.annotation.removeprefix("Unpack[").removesuffix("]")
         modifications = getattr(keywords, kind).__annotations__
-        # Functions for packed sequences and KV caches have other arguments instead of seqlens_k.
-        found += [n for n in modifications if kind == "Modifications" or n != "seqlens_k"]
+        # Functions for packed sequences and KV caches have other arguments instead of seqlens_k,
+        # and a KV cache has no dropout.
+        missing = {"PackedModifications": {"seqlens_k"}, "CacheModifications": NOT_OF_CACHES}
+        found += [n for n in modifications if n not in missing.get(kind, ())]
     return found
 
 

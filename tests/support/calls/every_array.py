@@ -26,14 +26,19 @@ FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 PLAIN = {
     "arch", "ax", "b", "backend", "batch", "batch_invariant", "block", "causal", "compute_scales",
     "dropout_p", "dtype", "enable_gqa", "family", "grad_dtype", "h", "head_dim_v", "heads",
-    "interleaved", "is_causal", "layout", "max_seqlen_k", "max_seqlen_q", "num_splits",
+    "heads_q", "interleaved", "is_causal", "layout", "max_seqlen_k", "max_seqlen_q", "num_splits",
     "out_dtype", "per", "return_lse", "rotary_interleaved", "scale", "seqlen_k", "seqlen_q",
     "softcap", "softmax_scale", "stream", "tile", "window_size", "wrt",
 }  # fmt: skip
 # Arrays that a call writes; arrays of JAX are immutable.
 WRITTEN = frozenset({"out", "dq", "dk", "dv", "dqkv"})
 # Required arguments of functions that take sizes, or a function of the user, instead of arrays.
-WITHOUT_INPUTS = {"check_mod": {"mod"}, "plot_mask": set(), "seen_pairs": set()}
+WITHOUT_INPUTS = {
+    "check_mod": {"mod"},
+    "dropout_mask": {"dropout_seed"},
+    "plot_mask": set(),
+    "seen_pairs": set(),
+}
 
 
 @dataclass
@@ -194,6 +199,7 @@ def kind_of(function: Callable[..., Any]) -> str:
 REFUSED = {
     ("varlen", "seqlens_k"): "cu_seqlens_k says how long sequences are",
     ("kvcache", "seqlens_k"): "cache_seqlens says how long sequences are",
+    ("kvcache", "dropout_seed"): "dropout is for training",
 }
 
 
@@ -255,6 +261,10 @@ class _World:
             "seen_pairs": {"seqlen_q": ROWS, "seqlen_k": KEYS},
             "plot_mask": {"seqlen_q": ROWS, "seqlen_k": KEYS},
             "check_mod": {"mod": self._score_mod()},
+            "dropout_mask": {
+                **{"batch": BATCH, "heads_q": HEADS, "seqlen_q": ROWS, "seqlen_k": KEYS},
+                **{"dropout_p": 0.3, "dropout_seed": np.array([5, 1])},
+            },
         }
         found = every[self.kind]
         if self.arguments.get("dout"):
@@ -281,6 +291,7 @@ class _World:
                 name: self.rng.integers(1, 16, (BATCH, self._queries(v))).astype(np.uint64)
             },
             "seqlens_k": lambda _: {name: np.array([3, 6], np.int32)},
+            "dropout_seed": lambda _: {name: np.array([5, 1]), "dropout_p": 0.3},
             "score_mod": lambda _: {name: self._score_mod()},
             "mask_mod": lambda _: {name: self._mask_mod()},
             "dlse": lambda v: {name: self._values(*self._lse_shape(v), dtype=self.accumulator)},

@@ -185,13 +185,14 @@ def random_call(
     longest: tuple[int, int] = LONGEST,
     empty: bool = False,
     sizes: np.random.Generator | None = None,
+    dropout: bool = True,
 ) -> ModifiedCall:
-    """Return a call with one to four modifications.
+    """Return a call with one to four modifications, and dropout in a quarter of the calls.
 
     With `few_rows`, sequences have one to four queries, as in decoding. `head_dims` are choices of
     head_dim and head_dim_v, and `longest` the largest numbers of queries and keys of a sequence.
     With `empty`, some sequences have no queries, or no keys. `sizes` draws lengths and array
-    values; `rng` draws the rest, which selects the kernel.
+    values; `rng` draws the rest, which selects the kernel. Without `dropout`, no call has dropout.
     """
     sizes = rng if sizes is None else sizes
     heads_kv = int(rng.integers(1, 3))
@@ -246,6 +247,10 @@ def random_call(
     if kind in ("dense", "padded") and rng.integers(2):
         options["q_offset"] = int(sizes.integers(-20, pairs[-1] + 20))
     _add_modifications(call, rng, sizes, batch, heads_q, pairs, seqlen_q)
+    has_dropout = bool(rng.integers(4) == 0) and dropout
+    if has_dropout and kind not in ("kvcache", "paged"):
+        options["dropout_p"] = float(sizes.choice([0.1, 0.5, sizes.uniform(0.01, 0.99)]))
+        arrays["dropout_seed"] = sizes.integers(-(2**63), 2**63, 2)
     return call
 
 
@@ -337,7 +342,7 @@ def _add_modifications(
 # Arguments of `random_call` that change scores or mask pairs.
 _MODIFIERS = (
     *("window_size", "softcap", "alibi_slopes", "sinks", "bias", "mask", "prefix_lens"),
-    *("tree_mask", "softmax_scale", "q_offset"),
+    *("tree_mask", "softmax_scale", "q_offset", "dropout_p", "dropout_seed"),
 )
 
 

@@ -255,6 +255,8 @@ class GradientCall:
             blind = blind.swapaxes(-1, -2)
         (q, k, v, *lengths), named = self._given(np)
         named["wrt"] = ("v", "bias") if "bias" in named else ("v",)
+        # A row attends to a key although its weight is dropped.
+        named["dropout_p"] = 0
         _, _, sizes = REFERENCES[self.is_packed]
         of_v, *of_bias = sizes(np.ones_like(self.dout), q, k, v, *lengths, **named)
         hidden = (of_v == 0).all(axis=-1)
@@ -282,8 +284,9 @@ def random_gradient_call(
     head_dims: Sequence[int] = HEAD_DIMS,
     longest: tuple[int, int] = LONGEST,
     sizes: np.random.Generator | None = None,
+    dropout: bool = True,
 ) -> GradientCall:
-    """Return a backward call with one to four modifications.
+    """Return a backward call with one to four modifications, and perhaps with dropout.
 
     Padding keys and rows that belong to no sequence are NaN. Arrays have random memory layouts, and
     dout and dlse may have strides of 0. `kind` is one of `KINDS`; for the options see
@@ -297,6 +300,7 @@ def random_gradient_call(
         longest=longest,
         empty=bool(rng.integers(4) == 0),
         sizes=sizes,
+        dropout=dropout,
     )
     arrays, options = forward.arrays, forward.options
     if kind == "varlen":

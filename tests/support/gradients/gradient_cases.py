@@ -92,6 +92,7 @@ class Class:
     has_all_gradients: bool
     grad_dtype: str | None
     offsets_differ: bool
+    has_dropout: bool
 
 
 def draw_class(number: int) -> Class:
@@ -132,6 +133,7 @@ def draw_class(number: int) -> Class:
         has_all_gradients=chance(0.7),
         grad_dtype="float32" if dtype in ("float16", "bfloat16") and chance(0.25) else None,
         offsets_differ=chance(0.25),
+        has_dropout=chance(0.25),
     )
 
 
@@ -230,6 +232,9 @@ class _Drawing:
                 call.seqlens_k = used
         for name in sorted(of.modifications):
             getattr(self, f"add_{name}")(call)
+        if of.has_dropout:
+            seed, offset = rng.integers(-(2**63), 2**63, 2).tolist()
+            call.dropout = float(rng.choice([0.1, 0.5, rng.uniform(0, 1)])), seed, offset
         if call.bias is not None and of.is_padding_bias:
             self.ignore_padded_rows(call)
         self.poison(call)
@@ -465,6 +470,9 @@ def arguments(case: Case, xp: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     for name in (*arrays, "seqused_k", "dlse"):
         if (array := getattr(call, name)) is not None:
             named[name] = xp.asarray(array)
+    if call.dropout is not None:
+        named["dropout_p"], *seed = call.dropout
+        named["dropout_seed"] = xp.asarray(np.array(seed))
     if call.window != (None, None):
         named["window_size"] = call.window
     if call.softcap is not None:

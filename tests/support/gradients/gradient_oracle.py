@@ -3,14 +3,15 @@
 Let x = scale * q k', t the score after softcap, score function, ALiBi and bias, s the sink of a
 head, and P = exp(t - lse), where lse = log(exp(s) + sum exp(t)) over the row's visible keys. Then
 
-    out = P v                       dv = P' dout
-    dP = dout v'                    D = rowsum(dout * out) - dlse
+    out = (P * R) v                 dv = (P * R)' dout
+    dP = dout v' * R                D = rowsum(dout * out) - dlse
     dT = P * (dP - D)               dX = dT * dt/dx
     dq = scale * dX k               dk = scale * dX' q
     dbias = sums of dT              dsink = -sum exp(s - lse) * D
 
 The sums omit masked pairs. A row that attends to no key has out = 0, and lse = -inf or the sink.
-Rows that belong to no sequence have out = 0 and lse = -inf.
+Rows that belong to no sequence have out = 0 and lse = -inf. R are the factors of dropout, 0 or
+256 / (256 - threshold), and 1 without dropout.
 """
 
 from __future__ import annotations
@@ -142,6 +143,32 @@ MASK_FUNCTIONS: dict[str, Callable[[At, Captures], Array]] = {
     "times": _near_in_time,
 }
 
+# Dropout
+
+
+def random_bytes(at: At, seed: int, offset: int) -> Array:
+    """Return the random bytes of pairs whose positions are indices in their sequence."""
+    half, word = np.uint64(32), np.uint64(2**32 - 1)
+    key = (seed ^ (offset * 0x9E3779B97F4A7C15)) % 2**64
+    a, b, c, d = (
+        np.array(x, np.uint64)
+        for x in np.broadcast_arrays(
+            at.i // 16 * 4 + at.i % 8 // 2, at.j // 16 * 4 + at.j % 8 // 2, at.h, at.b
+        )
+    )
+    low, high = key % 2**32, key // 2**32
+    for _ in range(10):
+        x, y = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
+        a, b, c, d = (y >> half) ^ b ^ np.uint64(low), y & word, x >> half ^ d, x & word
+        c ^= np.uint64(high)
+        low, high = (low + 0x9E3779B9) % 2**32, (high + 0xBB67AE85) % 2**32
+    words = np.stack([a, b, c, d])
+    number = np.broadcast_to(2 * (at.i % 2) + at.j % 2, a.shape)
+    chosen = np.take_along_axis(words, number[None], axis=0)[0]
+    shift = 8 * (2 * (at.i // 8 % 2) + at.j // 8 % 2)
+    return (chosen >> shift.astype(np.uint64)) % np.uint64(256)
+
+
 # Calls
 
 
@@ -174,6 +201,7 @@ class OracleCall:
     mask: Array | None = None
     tree_mask: Array | None = None
     sinks: Array | None = None
+    dropout: tuple[float, int, int] | None = None  # probability, seed and offset
     score_function: str | None = None  # key of `SCORE_FUNCTIONS`
     captures: dict[str, Array] = field(default_factory=dict)  # arrays that the function reads
     mask_function: str | None = None  # key of `MASK_FUNCTIONS`
@@ -434,6 +462,17 @@ class _Head:
             t = t + self.of_pairs(call.bias).astype(x.dtype)
         return t, slope, by_captures
 
+    def factors(self, dtype: np.dtype[Any]) -> Array:
+        """Return the factors of dropout on the weights, shape (rows, keys)."""
+        shape = self.sequence.seqlen_q, self.sequence.seqlen_k
+        if self.call.dropout is None:
+            return np.ones(shape, dtype)
+        p, seed, offset = self.call.dropout
+        threshold = min(max(round(256 * p), 1), 255)
+        rows, keys = np.arange(shape[0])[:, None], np.arange(shape[1])[None]
+        kept = random_bytes(At(self.sequence.b, self.h, rows, keys), seed, offset) >= threshold
+        return np.where(kept, dtype.type(256) / dtype.type(256 - threshold), dtype.type(0))
+
     def run(
         self, q: Array, k: Array, v: Array, dout: Array, dlse: Array | None, given: Any
     ) -> _OfHead:
@@ -455,7 +494,8 @@ class _Head:
             total = p.sum(axis=1) + np.exp(sink - base)
             p = p / np.where(total == 0, 1, total)[:, None]
             lse = base + np.log(total)
-        out = rounded(rounded(p) @ v)
+        factors = self.factors(compute)
+        out = rounded(rounded(p * factors) @ v)
         if given is not None:
             with np.errstate(invalid="ignore", over="ignore"):
                 p = np.where(seen, np.exp(t - given[1][:, None]), 0)
@@ -465,7 +505,7 @@ class _Head:
         d = (dout * size(out if given is None else given[0])).sum(axis=1)
         if dlse is not None:
             d = minus(d, size(dlse))
-        dt = np.where(seen, p * minus(dout @ v.T, d[:, None]), 0)
+        dt = np.where(seen, p * minus(dout @ v.T * factors, d[:, None]), 0)
         dx = rounded(np.where(seen, dt * size(slope), 0))
         dsink = compute.type(0)
         if sink != -np.inf:
@@ -473,7 +513,7 @@ class _Head:
         if self.arithmetic.magnitudes:
             # A log-sum-exp has the errors of the scores. Here q and k are absolute values.
             scores = scale * (q @ k.T) + abs(t)
-            out, lse = p @ v, np.where(seen, scores, 0).max(axis=1, initial=0)
+            out, lse = (p * factors) @ v, np.where(seen, scores, 0).max(axis=1, initial=0)
         by_captures = {name: (size(by), index) for name, (by, index) in by_captures.items()}
-        dq, dk, dv = scale * (dx @ k), scale * (dx.T @ q), rounded(p).T @ dout
+        dq, dk, dv = scale * (dx @ k), scale * (dx.T @ q), rounded(p * factors).T @ dout
         return _OfHead(out, lse, dq, dk, dv, dt, dsink, by_captures)

@@ -41,10 +41,10 @@ def random_call(
 
 
 def depends_on_sequence(call: GradientCall) -> bool:
-    """Return whether a function of the call reads the index of the sequence."""
+    """Return whether the call has dropout, or a function that reads the index of the sequence."""
     _, named = call.forward.given(np)
     mods = [named[name] for name in ("score_mod", "mask_mod") if name in named]
-    return any(varies(mod.traced)[0] for mod in mods)
+    return "dropout_p" in named or any(varies(mod.traced)[0] for mod in mods)
 
 
 def check_vjp(call: GradientCall, device: str) -> None:

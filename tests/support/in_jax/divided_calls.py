@@ -83,6 +83,9 @@ for heads_kv in (4, 2, 1):
 # A function of the head sees all heads.
 check(2, P("x", None, "y"), P("x", None, "y"), P("x"), score_mod=of_heads)
 
+# Which weights dropout drops depends on the indices of sequence and head.
+check(2, P("x"), P("x"), P(), dropout_p=0.3, dropout_seed=7)
+
 # Packed sequences are divided by heads, and caches by sequences and heads.
 q, k, v = arrays((9, 4, 8), (9, 2, 8), (9, 2, 8))
 ends = jax.numpy.array([0, 4, 9], np.int32)

@@ -427,7 +427,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config, HopperGradientCta<Config>:
   template <bool Last>
   __device__ void process_tile(const Step& step) {
     LeftOperand left_ds;
-    if constexpr (wants_ds) softmax_backward(left_ds, step);
+    if constexpr (wants_ds) softmax_backward(left_ds, step, cta.is_masked(step));
     if constexpr (!wants_ds || !Cta::exchanges_scores) release_dout();
     if constexpr (wants_k) Base::start_dk(dk_sums, left_ds, 0);
     DqPart dq_part;
@@ -451,7 +451,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config, HopperGradientCta<Config>:
     if constexpr (!Last) send_next();
   }
 
-  __device__ void softmax_backward(LeftOperand& left_ds, const Step& step) {
+  __device__ void softmax_backward(LeftOperand& left_ds, const Step& step, bool is_masked) {
     Base::draw_dropout(step, 0);
     Scores scores;
     ptx::mbarrier_wait(cta.p_full(ds_ring.index), ds_ring.phase);
@@ -460,7 +460,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config, HopperGradientCta<Config>:
     if constexpr (!Cta::exchanges_scores) Base::template wait<0>(gradients);
     score_exchange.receive(gradients);
     Base::drop_dp(gradients, 0);
-    Base::compute_ds(gradients, scores, cta.is_masked(step));
+    Base::compute_ds(gradients, scores, is_masked);
     Base::narrow(left_ds, gradients);
     if constexpr (wants_q) Base::write_ds(left_ds, 0);
     ptx::fence_proxy_async();

@@ -319,6 +319,9 @@ def with_plain_dropout(modifications: Mapping[str, Any]) -> Mapping[str, Any]:
     if threshold is None:
         return others
     seed = require_seed(modifications)
+    if isinstance(seed, list):
+        # The backward pass must see the numbers of the forward pass.
+        seed = tuple(seed)
     return {**others, DROPOUT_P: threshold / DROPOUT_STEPS, DROPOUT_SEED: seed}
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from cupy_flash.api.backward import (
     flash_attention_backward,
@@ -14,7 +17,7 @@ from cupy_flash.api.dense import flash_attention, flash_attention_qkvpacked
 from cupy_flash.api.varlen import flash_attention_varlen
 from cupy_flash.calls.check.gradients import require_grad_dtype
 from cupy_flash.calls.dispatch_backward import wanted, wanted_of_qkv
-from cupy_flash.mods.keywords import require_known
+from cupy_flash.mods.keywords import DROPOUT_SEED, require_known
 from cupy_flash.opaque import opaque
 from cupy_flash.problem.tile import TileRequest
 from cupy_flash.problem.values import named_dtype
@@ -91,7 +94,7 @@ def flash_attention_vjp(
         "layout": layout,
         "backend": backend,
         "stream": stream,
-        **modifications,
+        **_with_own_seed(modifications),
     }
     gradients = {"wrt": wanted(wrt, modifications), "grad_dtype": _checked(grad_dtype)}
     results = flash_attention(q, k, v, return_lse=True, family=family, tile=tile, **options)
@@ -148,7 +151,7 @@ def flash_attention_qkvpacked_vjp(
         "q_offset": q_offset,
         "backend": backend,
         "stream": stream,
-        **modifications,
+        **_with_own_seed(modifications),
     }
     gradients = {"wrt": wrt, "grad_dtype": _checked(grad_dtype)}
     results = flash_attention_qkvpacked(qkv, return_lse=True, family=family, tile=tile, **options)
@@ -209,7 +212,7 @@ def flash_attention_varlen_vjp(
         "seqused_k": seqused_k,
         "backend": backend,
         "stream": stream,
-        **modifications,
+        **_with_own_seed(modifications),
     }
     gradients = {"wrt": wanted(wrt, modifications), "grad_dtype": _checked(grad_dtype)}
     inputs, lengths = (q, k, v), (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -220,6 +223,17 @@ def flash_attention_varlen_vjp(
         *(flash_attention_varlen_backward, inputs, results, lengths, options | gradients),
         return_lse=return_lse,
     )
+
+
+def _with_own_seed(modifications: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return modifications with a copy of a dropout_seed that the caller may change in place.
+
+    Arrays on a GPU are not copied.
+    """
+    seed = modifications.get(DROPOUT_SEED)
+    if not isinstance(seed, (list, np.ndarray)):
+        return modifications
+    return {**modifications, DROPOUT_SEED: copy.copy(seed)}
 
 
 def _require_known(modifications: Mapping[str, Any]) -> None:

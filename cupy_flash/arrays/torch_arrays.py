@@ -53,6 +53,12 @@ def is_any_tensor(array: Any) -> bool:
     return torch is not None and isinstance(array, getattr(torch, "Tensor", ()))
 
 
+def random_seed(tensor: Any) -> Any:
+    """Return a seed and an offset from PyTorch's default generator of a tensor's device."""
+    torch = sys.modules["torch"]
+    return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=tensor.device)
+
+
 def is_recorded(array: Any) -> bool:
     """Return whether an array is a tensor of torch that requires a gradient."""
     return is_any_tensor(array) and bool(array.requires_grad)

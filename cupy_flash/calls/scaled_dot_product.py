@@ -21,6 +21,8 @@ from cupy_flash.arrays.strided import (
     require_dtype,
     require_float,
 )
+from cupy_flash.arrays.torch_arrays import is_any_tensor, random_seed
+from cupy_flash.mods.keywords import DROPOUT_SEED
 from cupy_flash.problem.values import check_bool, finite
 
 Shape = tuple[int, ...]
@@ -154,6 +156,13 @@ def dropout_options(dropout_p: float, dropout_seed: Any | None) -> dict[str, Any
     return {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
 
 
+def _new_seed(query: Any) -> Any:
+    """Return a new seed: from PyTorch's generator for a tensor, otherwise from the system."""
+    if is_any_tensor(query):
+        return random_seed(query)
+    return secrets.randbits(64)
+
+
 def mask_name(dtype: str, of_query: str) -> str:
     """Return the name of the `flash_attention` argument for a mask of this dtype: mask or bias.
 
@@ -217,9 +226,10 @@ def prepared(
     """
     has_mask = attn_mask is not None
     options = options_of(is_causal, scale, enable_gqa, has_mask=has_mask)
-    # As in PyTorch, calls without a seed drop other weights each time.
-    seed = secrets.randbits(64) if dropout_seed is None else dropout_seed
-    options |= dropout_options(dropout_p, seed)
+    options |= dropout_options(dropout_p, dropout_seed)
+    if options.get(DROPOUT_SEED, 0) is None:
+        # As in PyTorch, calls without a seed drop other weights each time.
+        options[DROPOUT_SEED] = _new_seed(query)
     result = {name: read(name, x) for name, x in (("query", query), ("key", key), ("value", value))}
     q, k, v = result.values()
     mask = read("attn_mask", attn_mask) if has_mask else None

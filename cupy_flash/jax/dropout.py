@@ -34,10 +34,10 @@ def words_of(seed: Any) -> Any:
     Parameters
     ----------
     seed
-        An integer, or a list of a seed and an offset; an array of them, whose integers are signed;
-        an array of one signed integer; or a key of `jax.random`. The first two words of a key's
-        data, the higher one first, are the seed, and the next two, if any, are the offset. So
-        `jax.random.key(7)` is the seed 7. Arrays of uint32 are the data of a key.
+        An integer, or a list of a seed and an offset; an array of one or both; or a key of
+        `jax.random`. The first two words of a key's data, the higher one first, are the seed, and
+        the next two, if any, are the offset. So `jax.random.key(7)` is the seed 7. An array of
+        several uint32 is the data of a key.
 
     Raises
     ------
@@ -58,9 +58,9 @@ def words_of(seed: Any) -> Any:
     if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         _require_one_key(seed.shape)
         seed = jax.random.key_data(seed)
-    if seed.dtype == np.uint32:
+    if seed.dtype == np.uint32 and seed.ndim:
         return _words_of_key(seed)
-    if not jnp.issubdtype(seed.dtype, jnp.signedinteger):
+    if not jnp.issubdtype(seed.dtype, jnp.integer):
         raise TypeError(
             f"dropout_seed has dtype {seed.dtype}; expected int64, int32, or a key of jax.random"
         )
@@ -75,8 +75,10 @@ def words_of(seed: Any) -> Any:
         # Operations on numbers would narrow them where 64-bit integers are not enabled.
         words = jax.lax.bitcast_convert_type(seed, jnp.uint32).reshape(-1, _WORDS)
     else:
-        low = seed.astype(jnp.int32).reshape(-1)
-        words = jnp.stack((low, low >> 31), axis=1).astype(jnp.uint32)
+        is_signed = jnp.issubdtype(seed.dtype, jnp.signedinteger)
+        low = seed.astype(jnp.int32 if is_signed else jnp.uint32).reshape(-1)
+        high = low >> 31 if is_signed else jnp.zeros_like(low)
+        words = jnp.stack((low, high), axis=1).astype(jnp.uint32)
     return _with_offset(words)
 
 

@@ -66,6 +66,7 @@ class Modifications(TypedDict, total=False):
         Seed of the weights to drop, or seed and offset in an array, which the kernels read when
         they run. A list of two integers or another integer dtype is converted in each call. The
         same seed and offset drop the same weights in every call, so a training step needs its own.
+        It has no effect without a dropout_p.
     """
 
     window_size: tuple[int | None, int | None] | int | None

@@ -276,9 +276,9 @@ struct MmaGradients : MmaGradientProducts<Config> {
     const Kept kept = kept_pairs(head, tile, first);
     kept.drop(gradients);
     if (is_masked) {
-      softmax_backward<true>(scores, gradients, stage, head, tile, first, visible_pairs);
+      softmax_backward<true>(scores, gradients, stage, head, tile, first, visible_pairs, kept);
     } else {
-      softmax_backward<false>(scores, gradients, stage, head, tile, first, visible_pairs);
+      softmax_backward<false>(scores, gradients, stage, head, tile, first, visible_pairs, kept);
     }
     kept.drop(scores);
     if constexpr (has_components && wants_v) factors(stage).apply_to_p(scores, first);
@@ -308,6 +308,11 @@ struct MmaGradients : MmaGradientProducts<Config> {
   // Which pairs of the warp keep their weight; all of them without dropout.
   struct Kept {
     KeptPairs<true, columns> of[row_tiles];
+
+    // Returns whether the pair of `element()` is kept.
+    __device__ bool operator()(int r, int n) const {
+      return !Config::dropout || of[n / 2].keeps(r / 2 * 4 + 2 * (n % 2) + r % 2);
+    }
 
     __device__ void drop(Scores& values) const {
       if constexpr (Config::dropout) {
@@ -444,7 +449,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
 
   template <bool Masked>
   __device__ void softmax_backward(Scores& scores, Scores& gradients, int stage, int head, int tile,
-                                   int first, VisiblePairs visible_pairs) {
+                                   int first, VisiblePairs visible_pairs, const Kept& kept) {
     const Stats* stats = stats_of(stage, first);
     const Units unit = units(stage);
     constexpr bool of_scaled = has_components && !Config::Mods::changes_scores;
@@ -459,7 +464,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
         [&](int r) { return unit.scale(stats[r / 2 * 8 + r % 2]); },
         [&](int r, int n) -> float& { return element(scores, r, n); },
         [&](int r, int n) -> float& { return element(gradients, r, n); },
-        key_step());
+        key_step(), kept);
     if constexpr (Config::Mods::masks_pairs) {
       visible_keys.template record<Masked>(scores, visible_pairs);
     }

@@ -118,14 +118,13 @@ struct SimtGradients {
                                                     coord.begin, second_v, column);
     unsigned kept = ~0u;  // a bit for each pair of the thread
     if constexpr (Config::dropout) kept = drop_dp(head, column + x);
-    softmax_backward(head, column + x);
+    softmax_backward(head, column + x, kept);
 #pragma unroll
     for (int i = 0; i < rows_per_thread; ++i) {
 #pragma unroll
       for (int j = 0; j < columns_per_thread; ++j) {
         const int index = (y + i * side) * (columns + 1) + x + j * side;
-        const bool keeps = !Config::dropout || kept >> (i * columns_per_thread + j) & 1;
-        shared.p[index] = keeps ? scores[i][j] : T(0);
+        shared.p[index] = keeps(kept, i, j) ? scores[i][j] : T(0);
         shared.ds[index] = gradients[i][j];
         if constexpr (Config::Mods::masks_pairs) p_sums[i] += scores[i][j];
       }
@@ -156,8 +155,13 @@ struct SimtGradients {
     return kept;
   }
 
-  // Converts S and dP to P and dS. `column` is the thread's first column.
-  __device__ void softmax_backward(int head, int column) {
+  __device__ static bool keeps(unsigned kept, int i, int j) {
+    return !Config::dropout || kept >> (i * columns_per_thread + j) & 1;
+  }
+
+  // Converts S and dP to P and dS. `column` is the thread's first column. `kept` has a bit for each
+  // pair.
+  __device__ void softmax_backward(int head, int column, unsigned kept) {
     const auto* row_stats_of_head =
         row_stats<Config>(p) + lse_index<Config>(p, sequence, head, 0);
     const auto stats = [&](int row) {
@@ -173,7 +177,7 @@ struct SimtGradients {
                                           [&](int r) { return stats(column + r * side); },
                                           [&](int r, int n) -> T& { return scores[n][r]; },
                                           [&](int r, int n) -> T& { return gradients[n][r]; },
-                                          step);
+                                          step, [&](int r, int n) { return keeps(kept, n, r); });
     } else {
       const SoftmaxBackward<Config, rows_per_thread, columns_per_thread> softmax_backward = {
           p, mask, sequence, coord.batch, head, scale_log2, kept_weight<Config, T>(p)};
@@ -181,7 +185,7 @@ struct SimtGradients {
                                           [&](int r) { return stats(row + r * side); },
                                           [&](int r, int n) -> T& { return scores[r][n]; },
                                           [&](int r, int n) -> T& { return gradients[r][n]; },
-                                          step);
+                                          step, [&](int r, int n) { return keeps(kept, r, n); });
     }
   }
 

@@ -25,6 +25,11 @@ struct PairsOnDemand {
   __device__ LoadOnDemand operator()(int) const { return {}; }
 };
 
+// Default of the argument `keeps` of `SoftmaxBackward::run()`: dropout drops no pair.
+struct AllKept {
+  __device__ bool operator()(int, int) const { return true; }
+};
+
 // Integer with one bit per pair: 64 bits if `IsLong`, otherwise 32 bits.
 template <bool IsLong>
 struct PairBits {
@@ -105,10 +110,12 @@ struct SoftmaxBackward {
   // Replaces `score(r, n)`, which is S, by P, and `gradient(r, n)`, which is dP, by dS. `Masked`
   // says that pairs may be masked by position or lie past the last row. If `OfScaled`, dS is the
   // gradient of the scaled scores, otherwise of the modified scores that the softmax is taken of.
+  // `keeps(r, n)` is whether dropout keeps the pair. If a row's only key is dropped, delta is 0,
+  // and so is dS. A dropped pair with P near 1 may be one of several: its dS is never set to 0.
   template <bool Masked, bool OfScaled = true, class RowOf, class Stats, class Score,
-            class Gradient, class Step>
+            class Gradient, class Step, class Keeps = AllKept>
   __device__ void run(RowOf row_of, int first_key, Stats stats, Score score, Gradient gradient,
-                      Step step) const {
+                      Step step, Keeps keeps = {}) const {
     for_each_pair<Masked, OfScaled>(
         row_of, first_key, stats, score, step,
         [&](int r, int n, bool is_visible, bool has_one_key, T exponent, T slope) {
@@ -117,10 +124,8 @@ struct SoftmaxBackward {
           score(r, n) = probability;
           // If functions may mask pairs, a score of -inf masks its pair, too.
           bool has_gradient = Config::may_mask_pairs ? probability != 0 : is_visible;
-          // dP of a dropped pair is 0. If it is a row's only key, delta is 0, too, and so is dS.
-          const bool may_be_only = !Config::dropout || gradient(r, n) != 0;
           if constexpr (may_have_one_key) {
-            has_gradient = has_gradient && !(may_be_only && probability > threshold(stats(r)));
+            has_gradient = has_gradient && !(keeps(r, n) && probability > threshold(stats(r)));
           }
           if (has_one_key) has_gradient = has_gradient && !(probability > threshold(stats(r)));
           gradient(r, n) = has_gradient ? ds : T(0);

@@ -4,8 +4,9 @@
 // The random numbers are those of Philox4x32-10 (Salmon et al. 2011). Its key is made of the call's
 // seed and offset, its counter of the pair's batch index, query head, and indices of query and key
 // in their sequence. So every kernel computes the same numbers, in any order. One call of Philox
-// serves 16 pairs of a square of 16 x 16 pairs, a byte each. A pair keeps its weight if its byte is
-// at least the threshold. With the words numbered from 0 to 3, and their bytes from low to high:
+// returns four words, whose 16 bytes are the random numbers of 16 pairs. A pair keeps its weight if
+// its byte is at least the threshold. The score matrix is divided into squares of 16 x 16 pairs,
+// each with 16 calls. With words and bytes numbered from 0, the call (a, b) of a square serves:
 //
 //   word.byte         key 2 b   2 b + 1   2 b + 8   2 b + 9
 //   query 2 a           0.0       1.0       0.1       1.1
@@ -25,7 +26,8 @@ struct DropoutNumbers {
   unsigned key[2];
   unsigned threshold;  // pairs whose byte is below it are dropped; 1 to 255
 
-  // Returns the index among all calls, along one axis, of the call that serves a query or a key.
+  // Returns the index of the call that serves a query or a key, along one axis of the score matrix:
+  // 0 for the indices 0, 1, 8 and 9; 1 for 2, 3, 10 and 11; 4 for 16, 17, 24 and 25.
   __device__ static unsigned call_of(int index) { return index / 16u * 4 + index % 8u / 2; }
 
   // Computes the four words of a call of Philox.
@@ -107,8 +109,8 @@ struct KeptPairs {
   unsigned bits[squares];
 
   // Draws the numbers. `first_row` and `first_column` are multiples of 16, indices in a sequence.
-  // Of two squares, a lane calls Philox for one, and the lane that holds the row's neighbor for the
-  // other; each call has the numbers of both lanes.
+  // A call serves two lanes, which hold adjacent rows: lanes 0 and 4, for example. Of two squares,
+  // each of the two lanes calls Philox for one. They then exchange the results.
   __device__ void draw(const DropoutNumbers& numbers, int batch, int head, int first_row,
                        int first_column) {
     const int lane = threadIdx.x % 32;

@@ -220,6 +220,18 @@ def test_pullbacks_use_the_mask_of_the_forward_call(rng: np.random.Generator) ->
         np.testing.assert_allclose(gradient.reshape(right.shape), right, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", [list, np.array])
+def test_pullbacks_keep_their_seed(kind: Any, rng: np.random.Generator) -> None:
+    q, k, v = rng.standard_normal((3, BATCH, ROWS, HEADS, 8))
+    seed = kind([3, 4])
+    out, pull_back = flash_attention_vjp(q, k, v, dropout_p=P, dropout_seed=seed)
+    dout = rng.standard_normal(out.shape)
+    expected = pull_back(dout)
+    seed[1] += 1
+    for x, y in zip(pull_back(dout), expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def test_scaled_dot_product_attention_drops_weights(rng: np.random.Generator) -> None:
     q, k, v = (x.swapaxes(1, 2) for x in rng.standard_normal((3, BATCH, ROWS, HEADS, 8)))
     given = {"dropout_p": P, "dropout_seed": 4}

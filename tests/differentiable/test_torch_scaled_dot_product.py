@@ -11,6 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 ct = pytest.importorskip("cupy_flash.torch")
 
+import cupy_flash  # noqa: E402
+
 LEADING = [(), (4,), (2, 4), (3, 2, 4)]
 
 
@@ -92,6 +94,20 @@ def test_a_mask_of_float32_beside_float64(rng: np.random.Generator) -> None:
     mask = random(rng, 4, 7, 10).detach().float().requires_grad_()
     ct.scaled_dot_product_attention(*inputs(rng, 2, 4), mask).sum().backward()
     assert mask.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "function",
+    [cupy_flash.scaled_dot_product_attention, ct.scaled_dot_product_attention],
+    ids=["arrays", "tensors"],
+)
+def test_seeds_of_dropout_come_from_pytorchs_generator(function: Any) -> None:
+    q, k, v = torch.randn(3, 2, 4, 19, 8)
+    torch.manual_seed(5)
+    first, second = (function(q, k, v, dropout_p=0.3) for _ in range(2))
+    torch.manual_seed(5)
+    assert torch.equal(function(q, k, v, dropout_p=0.3), first)
+    assert not torch.equal(first, second)
 
 
 def test_a_wholly_masked_row_is_zero_without_gradients(rng: np.random.Generator) -> None:

@@ -52,6 +52,9 @@ SEEDS: dict[str, tuple[Callable[[], Any], list[int]]] = {
     "one traced integer": (lambda: jax.numpy.asarray(-7), [-7, 0]),
     "array": (lambda: jax.numpy.array([-7, 5]), [-7, 5]),
     "int16": (lambda: jax.numpy.array([-7, 5], np.int16), [-7, 5]),
+    "one uint32": (lambda: jax.numpy.uint32(2**32 - 7), [2**32 - 7, 0]),
+    "uint8": (lambda: jax.numpy.array([200, 5], np.uint8), [200, 5]),
+    "uint64": (lambda: np.array([2**64 - 7, 5], np.uint64), [-7, 5]),
     "key": (lambda: jax.random.key(7), [7, 0]),
     "folded key": (
         lambda: jax.random.wrap_key_data(np.array([0x80000001, 5], np.uint32)),
@@ -92,6 +95,17 @@ def test_results_and_gradients_are_those_of_numpy_calls(
     )
     for x, y in zip(found, (*results, *gradients), strict=True):
         close(x, y)
+
+
+def test_lists_are_read_in_the_forward_pass(rng: np.random.Generator, device: Any) -> None:
+    arrays, pair = rows(rng), [2, 3]
+    dout = rng.standard_normal(arrays[0].shape[:3] + arrays[2].shape[3:]).astype(np.float32)
+    _, expected = jax.vjp(lambda *given: call(*given, tuple(pair)), *arrays)
+    _, pull_back = jax.vjp(lambda *given: call(*given, pair), *arrays)
+    right = expected(dout)
+    pair[1] = 7
+    for x, y in zip(pull_back(dout), right, strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
 def test_64_bits_of_arrays_count(rng: np.random.Generator, device: Any) -> None:

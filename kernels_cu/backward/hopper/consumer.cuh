@@ -214,6 +214,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config, DqColumns> {
     }
     Base::start_scores(next, keys, ring.index, NextTile ? 0 : part);
   }
+
   // Draws the random numbers of the part after `part`, which the tensor cores overlap.
   template <bool NextTile>
   __device__ void draw_next_dropout(const Step& step, int part) {

@@ -1,6 +1,6 @@
-// Dropout of a consumer of the Hopper gradient kernel, for a part of a query tile. Of a dropped pair,
-// P for dv becomes 0, and dP - delta becomes -delta. Both P and delta include the factors with which
-// the preprocess kernel takes the factor of kept weights into account.
+// Dropout of a consumer of the Hopper gradient kernel, for a part of a query tile. For a dropped
+// pair, P for dv becomes 0, and dP - delta becomes -delta. P is multiplied and delta divided by the
+// factor of kept weights, see preprocess.cuh.
 #pragma once
 
 #include "ptx/registers.cuh"
@@ -28,7 +28,7 @@ struct HopperPartDropout<Config, true> {
   __device__ void draw(const Cta& cta, const Step& step, int part, int first_key) {
     kept.draw(dropout_numbers<Config>(cta.p), cta.coord.batch, step.head, first_key,
               step.tile * Config::Br + part * columns);
-    // Otherwise the compiler sinks the numbers to their use, after the next wait.
+    // Otherwise the compiler draws the numbers where they are used, after the next wait.
     ptx::compute_before_wait(kept.bits);
   }
 

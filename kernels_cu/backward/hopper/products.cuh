@@ -354,6 +354,8 @@ struct HopperGradientProducts {
     return [](int n) { return 8 * n; };
   }
   __device__ int first_key() const { return cta.coord.begin + lane_key(); }
+  // Returns whether dropout keeps a pair, which `element()` returns for the same arguments.
+  __device__ bool keeps(int r, int n) const { return dropout.keeps(r / 2 * 4 + 2 * n + r % 2); }
 
   // Converts S to P and, in `gradients`, dP to dS.
   __device__ void compute_p_and_ds(Scores& scores, Scores& gradients, const LaneRows& lse_log2,
@@ -362,7 +364,8 @@ struct HopperGradientProducts {
     const auto run = [&](auto masked) {
       part_softmax_backward(step, visible_pairs)
           .template run<masked.value>(rows_of_part(step, part), first_key(), stats_of(lse_log2),
-                                      element(scores), element(gradients), key_step());
+                                      element(scores), element(gradients), key_step(),
+                                      [&](int r, int n) { return keeps(r, n); });
     };
     is_masked ? run(Const<true>()) : run(Const<false>());
   }
@@ -387,7 +390,8 @@ struct HopperGradientProducts {
   }
 
   // Whether P is computed for all pairs, and the P of masked pairs are set to 0 afterwards.
-  // Otherwise the code that computes P evaluates the mask.
+  // Otherwise the code that computes P evaluates the mask. Calls that are modified by dropout only
+  // take the path of unmodified ones, whose exponentials overlap the product of dP.
   static constexpr bool masks_p =
       !Config::modified || Cta::streams_bias ||
       (!Mods::changes_scores &&
@@ -414,6 +418,7 @@ struct HopperGradientProducts {
                                          key_step());
     }
   }
+
   // Draws the random numbers of a part of the query tile of `step`, if there is dropout.
   __device__ void draw_dropout(const Step& step, int part) {
     dropout.draw(cta, step, part, first_key() - threadIdx.x % 32 / 4);
@@ -422,6 +427,7 @@ struct HopperGradientProducts {
   // Replaces dP - delta of dropped pairs by -delta. The tile must be in the current stage of q.
   __device__ void drop_dp(Scores& gradients, int part) const {
     if constexpr (Config::dropout) {
+      static_assert(!Cta::exchanges_scores, "one CTA of two that divide columns has no delta");
       LaneRows minus_delta;
       load_minus_delta(minus_delta, part);
       dropout.drop_dp(gradients, minus_delta);
@@ -464,7 +470,7 @@ struct HopperGradientProducts {
           p_of_one_key<Element, most_columns<Config>> * kept_weight<Config, float>(cta.p);
 #pragma unroll
       for (int i = 0; i < columns / 2; ++i) {
-        // The only key of a row may be dropped. Then delta is 0, and so is dS.
+        // See `SoftmaxBackward::run()` for dropped pairs.
         accumulators[i] = scores[i] > threshold && dropout.keeps(i) ? 0 : accumulators[i];
       }
     }

@@ -153,14 +153,18 @@ struct ScoreGradients : ScoreProducts<Config, has_tensor_cores<Config>> {
     const T scale_log2 = signed_scale<Config, double>(p) * SoftmaxMath<double>::log2_e;
     const SoftmaxBackward<Config, rows_per_thread, keys_per_thread> softmax_backward = {
         p, mask, sequence, batch, head, scale_log2, kept_weight<Config, T>(p)};
+    unsigned kept = ~0u;  // a bit for each pair
     if constexpr (Config::dropout) {
+      static_assert(rows_per_thread * keys_per_thread <= 32, "a bit for each pair");
       const DropoutNumbers numbers = dropout_numbers<Config>(p);
 #pragma unroll
       for (int i = 0; i < rows_per_thread; ++i) {
 #pragma unroll
         for (int j = 0; j < keys_per_thread; ++j) {
           const int pair_key = key + Products::first_key() + Products::step(j);
-          if (!numbers.keeps(batch, head, row + Products::row(i), pair_key)) gradients[i][j] = 0;
+          if (numbers.keeps(batch, head, row + Products::row(i), pair_key)) continue;
+          gradients[i][j] = 0;
+          kept &= ~(1u << (i * keys_per_thread + j));
         }
       }
     }
@@ -169,6 +173,7 @@ struct ScoreGradients : ScoreProducts<Config, has_tensor_cores<Config>> {
         [&](int r) { return row_stats_of<Config>(p, sequence, head, row + Products::row(r)); },
         [&](int r, int n) -> T& { return scores[r][n]; },
         [&](int r, int n) -> T& { return gradients[r][n]; },
-        [](int n) { return Products::step(n); });
+        [](int n) { return Products::step(n); },
+        [&](int r, int n) { return bool(kept >> (r * keys_per_thread + n) & 1); });
   }
 };

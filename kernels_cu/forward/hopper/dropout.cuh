@@ -25,15 +25,15 @@ struct HopperDropout<Config, true> {
   const DropoutNumbers numbers;
   KeptPairs<false, Config::Bc> kept;
 
-  __device__ explicit HopperDropout(const Cta& cta) : cta(cta), numbers(dropout_numbers<Config>(cta.p)) {}
+  __device__ explicit HopperDropout(const Cta& cta)
+      : cta(cta), numbers(dropout_numbers<Config>(cta.p)) {}
 
   // Draws the numbers of a KV tile for the consumer's rows, of which `first_row` is the first.
   __device__ void draw(int work_tile_slot, int first_row, int kv_tile) {
     const TileCoord& coord = cta.work_tile_at(work_tile_slot)->coord;
     kept.draw(numbers, coord.batch, coord.head, first_row + threadIdx.x / 32 % 4 * 16,
               kv_tile * Config::Bc);
-    // Otherwise the compiler sinks the numbers to their use, after the wait for the scores:
-    // the pass then takes twice as long (head_dim 128, H200).
+    // Otherwise the compiler draws the numbers where they are used, after the wait for the scores.
     ptx::compute_before_wait(kept.bits);
   }
 

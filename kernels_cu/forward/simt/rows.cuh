@@ -104,8 +104,8 @@ struct Rows {
     }
   }
 
-  // Converts scores to probabilities in shared memory, and rescales the previous output and sum. The
-  // sum includes the pairs for which keeps(i, j) is false, but their probabilities become 0.
+  // Converts scores to probabilities in shared memory, and rescales the previous output and sum.
+  // The sum includes the pairs for which keeps(i, j) is false, but their probabilities become 0.
   template <class Keeps>
   __device__ void exponentiate(T* p, T scale_log2, Keeps keeps) {
     p += first() * L::p_stride + L::position();

@@ -12,8 +12,9 @@ from support.gpu import cupy
 from support.gpu.gpu_support import DTYPES, current_device
 
 import cupy_flash
-from cupy_flash import Plan, UnsupportedError
+from cupy_flash import Plan, UnsupportedError, attention_backward_reference
 from cupy_flash.families import FAMILIES
+from cupy_flash.reference.gradients import backward_naive
 
 pytestmark = pytest.mark.gpu
 
@@ -197,6 +198,41 @@ def test_packed_sequences_drop_the_pairs_of_the_mask(test: int) -> None:
             found = host[ends_q[b] : ends_q[b + 1], :, : columns.stop - columns.start]
             mask = expected[b, :, : queries[b], columns].swapaxes(0, 1)
             np.testing.assert_array_equal(found != 0, mask)
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, 0.9, 0.996])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("kind", ["score_mod", "mask_mod"])
+def test_dropped_dominant_keys_have_gradients(
+    kind: str, family: str, head_dim: int, dropout_p: float
+) -> None:
+    rng = np.random.default_rng((head_dim, round(256 * dropout_p)))
+    queries, keys, heads = 70, 90, 2
+    q, k, v, dout = rng.standard_normal((4, 1, keys, heads, head_dim)).astype(np.float16)
+    q, dout = q[:, :queries], dout[:, :queries]
+    # Each query has a key with a weight of 0.999, and many weights of the others are dropped.
+    k[:, :queries] += (3.5 * q / np.sqrt(head_dim / 64)).astype(np.float16)
+    options: dict[str, Any] = {
+        "score_mod": cupy_flash.ScoreMod(lambda score, i, j: 0.5 * score),
+        "mask_mod": cupy_flash.MaskMod(lambda i, j: j + 90 > i),
+    }
+    options = {kind: options[kind], "dropout_p": dropout_p, "dropout_seed": [5, 6]}
+    on_gpu = [cupy.asarray(x) for x in (q, k, v)]
+    out, lse = cupy_flash.flash_attention(*on_gpu, return_lse=True, **options)
+    found = cupy_flash.flash_attention_backward(
+        cupy.asarray(dout), *on_gpu, out, lse, family=family, grad_dtype="float32", **options
+    )
+    exact = attention_backward_reference(dout, q, k, v, **options)
+    naive = backward_naive(dout, q, k, v, out=cupy.asnumpy(out), **options)
+    for got, right, other in zip(found, exact, naive, strict=True):
+        # Of each row, not of the whole array: rows of dropped dominant keys are small. Kernels
+        # round P and dS to 16 bits, so that errors are a few times 2^-11 of the row's size.
+        error, bound = (
+            np.abs(cupy.asnumpy(x).astype(np.float64) - right).max(-1) for x in (got, other)
+        )
+        size = np.abs(right).max(-1)
+        assert (error <= 4 * bound + 2**-8 * size + 1e-5).all()
 
 
 def test_a_captured_graph_replays_with_new_numbers() -> None:

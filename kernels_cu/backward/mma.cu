@@ -325,7 +325,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
   };
   __device__ Kept kept_pairs(int head, int tile, int first) const {
-    Kept kept;
+    Kept kept = {};
     if constexpr (Config::dropout) {
       const DropoutNumbers numbers = dropout_numbers<Config>(p);
 #pragma unroll

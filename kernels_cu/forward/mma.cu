@@ -302,7 +302,7 @@ struct MmaForward : MmaTileCoord<Config> {
 
   // Returns which pairs of a KV tile keep their weight; unused without dropout.
   __device__ Kept kept_pairs(int key_begin) const {
-    Kept kept;
+    Kept kept = {};
     if constexpr (Config::dropout) {
       const DropoutNumbers numbers = dropout_numbers<Config>(p);
 #pragma unroll

@@ -1,4 +1,5 @@
-// PTX wrappers for loads and conversions of 8-bit types: one inline function per instruction.
+// PTX wrappers for loads and conversions of 8-bit types, and for products and choices of bytes of
+// integers: one inline function per instruction.
 #pragma once
 
 namespace ptx {
@@ -26,6 +27,17 @@ __device__ inline unsigned prmt(unsigned x, unsigned y) {
   unsigned chosen;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(chosen) : "r"(x), "r"(y), "n"(Digits));
   return chosen;
+}
+
+// mul.wide.u32. The compiler multiplies by a constant above 2^31 with three instructions.
+__device__ inline unsigned long long mul_wide_u32(unsigned x, unsigned y) {
+#ifdef __CUDA_ARCH__
+  unsigned long long product;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(x), "r"(y));
+  return product;
+#else
+  return static_cast<unsigned long long>(x) * y;
+#endif
 }
 
 // prmt.b32 that replicates signs: the lower two bytes repeat the highest bit of byte `byte` of x,

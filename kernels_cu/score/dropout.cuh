@@ -19,7 +19,6 @@
 #pragma once
 
 #include "ptx/bytes.cuh"
-#include "ptx/integer.cuh"
 
 // Random numbers of a call's dropout.
 struct DropoutNumbers {

@@ -6,12 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 from support.in_torch.compiler import discard_compiled_graphs
+from support.in_torch.devices import device
 
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    """Name of a device of PyTorch."""
-    return str(request.param)
+__all__ = ["device"]  # fixture
 
 
 @pytest.fixture(autouse=True, scope="module")

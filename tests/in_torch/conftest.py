@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 from support.in_torch.compiler import discard_compiled_graphs
+from support.in_torch.devices import device
+
+__all__ = ["device"]  # fixture
 
 
 @pytest.fixture(autouse=True)

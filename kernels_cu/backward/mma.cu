@@ -307,7 +307,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
 
   // Which pairs of the warp keep their weight; all of them without dropout.
   struct Kept {
-    KeptPairs<true, columns> of[row_tiles];
+    // Tiles of 8 columns are not used with dropout.
+    KeptPairs<true, round_up(columns, 16)> of[row_tiles];
 
     // Returns whether the pair of `element()` is kept.
     __device__ bool operator()(int r, int n) const {

@@ -54,7 +54,12 @@ def is_any_tensor(array: Any) -> bool:
 
 
 def random_seed(tensor: Any) -> Any:
-    """Return a seed and an offset from PyTorch's default generator of a tensor's device."""
+    """Return a seed and an offset from PyTorch's default generator of a tensor's device.
+
+    They are drawn by an operation on the device: it does not synchronize, and CUDA graphs and
+    graphs of `torch.compile` draw other numbers each time they run. Checkpointing restores the
+    generator before it computes the call again. `torch.compile` traces this function.
+    """
     torch = sys.modules["torch"]
     return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=tensor.device)
 

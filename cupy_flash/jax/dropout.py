@@ -42,7 +42,7 @@ def words_of(seed: Any) -> Any:
     Raises
     ------
     TypeError
-        If the seed is none of them.
+        If the seed has another type, or an array another dtype.
     ValueError
         If an array has another shape.
     """

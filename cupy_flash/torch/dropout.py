@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cupy_flash.arrays.torch_arrays import random_seed
 from cupy_flash.mods.keywords import DROPOUT_P, DROPOUT_SEED
 from cupy_flash.torch.graphs import is_number
 
@@ -24,17 +25,7 @@ def with_seed(modifications: Any, q: Any) -> Any:
     # The call raises the error for another object than a tensor.
     if has_none or modifications.get(DROPOUT_SEED) is not None or not isinstance(q, Tensor):
         return modifications
-    return {**modifications, DROPOUT_SEED: new_seed(q.device)}
-
-
-def new_seed(device: torch.device) -> Tensor:
-    """Return a seed and an offset from the default generator of a device.
-
-    They are drawn by an operation on the device: it does not synchronize, and CUDA graphs and
-    graphs of `torch.compile` draw other numbers each time they run. Checkpointing restores the
-    generator before it computes the call again.
-    """
-    return torch.randint(_LARGEST, (2,), dtype=torch.int64, device=device)
+    return {**modifications, DROPOUT_SEED: random_seed(q)}
 
 
 def seed_tensor(seed: Any, device: torch.device) -> Tensor:

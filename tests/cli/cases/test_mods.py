@@ -92,15 +92,27 @@ def test_a_text_is_what_it_says(text: str) -> None:
     assert (mods == PLAIN) == (not text)
 
 
+def test_dropout_is_a_number_in_text_and_an_argument_of_the_call() -> None:
+    mods = CaseMods.parse("dropout 0.25")
+    assert mods == CaseMods(dropout=0.25)
+    assert str(mods) == "dropout 0.25"
+    inputs = random_inputs(dense("dropout 0.25"), 3, on_gpu=False)
+    given = inputs.modifications(on_gpu=False)
+    assert given["dropout_p"] == 0.25
+    assert given["dropout_seed"].shape == (2,)
+
+
 @pytest.mark.parametrize(
-    "text", ["windows 3:0", "window 3", "softcap inf", "alibi no", "bias all", "mod x"]
+    "text", ["windows 3:0", "window 3", "softcap inf", "alibi no", "bias all", "mod x", "dropout 1"]
 )
 def test_another_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         CaseMods.parse(text)
 
 
-@pytest.mark.parametrize("text", ["softcap 0", "softcap 0.0", "window -1", "window -1:-1"])
+@pytest.mark.parametrize(
+    "text", ["softcap 0", "softcap 0.0", "window -1", "window -1:-1", "dropout 0"]
+)
 def test_what_the_functions_take_for_nothing_is_nothing(text: str) -> None:
     assert CaseMods.parse(text) == PLAIN
     name, _, value = text.partition(" ")
@@ -316,6 +328,7 @@ def test_options_sweep_over_their_values() -> None:
         ("--window=1023", "'1023' is not LEFT:RIGHT or none; for example 1023:0"),
         ("--window=-2:0", "'-2:0' is not LEFT:RIGHT or none"),
         ("--softcap=-1", "'-1' is not a number from 1e-30 to 1e+30, 0 or none; for example 50"),
+        ("--dropout=1", "'1' is not a number from 0 to below 1, or none; for example 0.1"),
         ("--softcap=inf", "'inf' is not a number from 1e-30 to 1e+30, 0 or none"),
         ("--bias=all", "'all' is not one of heads, shared, batch, none; for example heads"),
         ("--mod=blocks", "'blocks' is not one of documents, t5, dilated, prefix, softcap, none"),

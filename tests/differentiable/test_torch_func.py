@@ -309,7 +309,8 @@ def test_transformed_calls_keep_no_tensor(transform: str, device: str) -> None:
     before = live_tensors()
     for _ in range(10):
         transformed()
-    assert live_tensors() == before
+    # There may be fewer, because earlier tests may have left tensors that are freed meanwhile.
+    assert live_tensors() <= before
 
 
 def test_slopes_of_one_sequence_serve_all_samples(device: str) -> None:

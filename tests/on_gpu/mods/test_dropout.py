@@ -225,14 +225,19 @@ def test_dropped_dominant_keys_have_gradients(
     )
     exact = attention_backward_reference(dout, q, k, v, **options)
     naive = backward_naive(dout, q, k, v, out=cupy.asnumpy(out), **options)
-    for got, right, other in zip(found, exact, naive, strict=True):
-        # Of each row, not of the whole array: rows of dropped dominant keys are small. Kernels
-        # round P and dS to 16 bits, so that errors are a few times 2^-11 of the row's size.
+    # Gradients of rows that keep a weight near 1 are below the rounding errors of `out`, and may
+    # be 0 (`p_of_one_key`). The other rows of dq and dk are small beside the whole arrays.
+    mask = cupy_flash.dropout_mask(1, heads, queries, keys, dropout_p, (5, 6))
+    is_dropped = ~np.diagonal(mask, axis1=2, axis2=3).swapaxes(1, 2)
+    assert is_dropped.any()
+    for name, got, right, other in zip("qkv", found, exact, naive, strict=True):
+        # Kernels round P and dS to 16 bits: the errors are a few times 2^-11 of a row's size.
         error, bound = (
             np.abs(cupy.asnumpy(x).astype(np.float64) - right).max(-1) for x in (got, other)
         )
         size = np.abs(right).max(-1)
-        assert (error <= 4 * bound + 2**-8 * size + 1e-5).all()
+        is_right = error <= 4 * bound + 2**-8 * size + 1e-5
+        assert (is_right if name == "v" else is_right[:, :queries][is_dropped]).all()
 
 
 def test_a_captured_graph_replays_with_new_numbers() -> None:

@@ -29,9 +29,9 @@ def dropout_mask(
     Returns
     -------
     bool array, shape (batch, heads_q, seqlen_q, seqlen_k)
-        True where a weight is kept, which is then divided by the probability that it is kept. A
-        CuPy array if dropout_seed is a CuPy array, otherwise a NumPy array. All elements are True
-        if dropout_p is 0.
+        True where a weight is kept, which is then divided by the probability that it is kept. It
+        has the array type and the device of dropout_seed, and is a NumPy array if dropout_seed is
+        an integer or a list. All elements are True if dropout_p is 0.
 
     Raises
     ------

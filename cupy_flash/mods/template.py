@@ -7,11 +7,9 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from cupy_flash.arrays.strided import address_of, dtype_name
-from cupy_flash.arrays.torch_arrays import is_torch_on_gpu, on_stream_of
 from cupy_flash.mods.captures import CaptureSpec, number_key
 from cupy_flash.mods.ir.expression import INT, Node
 from cupy_flash.mods.pickling import AbsentFunction, flattened, reference_to
@@ -142,12 +140,9 @@ class Template:
         parts = self.parts
         function = parts.function or AbsentFunction(self.name)
         new: Any = parts.kind
-        tensor = next(filter(is_torch_on_gpu, arrays), None)
-        # CuPy's own stream could not wait for a stream that a CUDA graph is captured from.
-        with nullcontext() if tensor is None else on_stream_of(tensor):
-            return new._made(
-                dict(parts.options), function, parts.cuda, captures, parts.expression, parts.graph
-            )
+        return new._made(
+            dict(parts.options), function, parts.cuda, captures, parts.expression, parts.graph
+        )
 
 
 def captures_of(specs: Mapping[str, CaptureSpec]) -> tuple[tuple[str, str], ...]:

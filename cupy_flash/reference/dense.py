@@ -27,8 +27,8 @@ from cupy_flash.mods.shapes import refuse_other_lengths
 from cupy_flash.opaque import opaque
 from cupy_flash.problem.arrays import FLOAT8, FLOAT8_OUTPUTS
 from cupy_flash.reference.dropout import factors
-from cupy_flash.reference.eight_bits import dequantized, rounded_to_float8, widened
-from cupy_flash.reference.modifications import fitting_modifications, read_scale
+from cupy_flash.reference.eight_bits import rounded_to_float8
+from cupy_flash.reference.modifications import fitting_modifications, scaled
 from cupy_flash.reference.rows import (
     as_bhsd,
     chunks_of_rows,
@@ -138,7 +138,7 @@ def attention_reference(
         q = read("q", q)
         batch = q.shape[:-3]
         q, k, v = as_bhsd(q, k, v, layout)
-        q, k, v = _scaled(q, k, v, (q_scale, k_scale, v_scale), np.float64)
+        q, k, v = scaled((q, k, v), (q_scale, k_scale, v_scale), np.float64)
         out, lse = formula(
             *(q, k, v),
             causal=causal,
@@ -179,10 +179,7 @@ def formula(
         if rows.end == 0:
             continue
         with np.errstate(all="ignore"):
-            scores = rows.scores(q, k, scale, np.dtype(np.float64), xp)
-            # A score_mod that depends on fewer indices returns a smaller array, which broadcasts.
-            scores[...] = bound_mods.scores.apply(scores, rows.pairs, xp)
-            mask_scores(xp, scores, rows.mask, rows.span.start)
+            scores = rows.softmax_scores(q, k, scale, bound_mods, xp)
             row_lse, row_sum, empty = softmax_terms(xp, scores, sinks[rows.head])
             scores *= factors(bound_mods.dropout, rows.pairs, scores.dtype, xp)
             result = xp.matmul(scores, rows.keys(v).astype(np.float64)) / row_sum
@@ -243,7 +240,7 @@ def attention_naive(
     is_float8 = q.dtype.name == FLOAT8
     if dtype is None:
         dtype = FLOAT8_OUTPUTS[0] if is_float8 else q.dtype
-    q, k, v = _scaled(q, k, v, (q_scale, k_scale, v_scale), np.float32)
+    q, k, v = scaled((q, k, v), (q_scale, k_scale, v_scale), np.float32)
     out = naive_formula(
         *(q, k, v),
         causal=causal,
@@ -283,16 +280,17 @@ def naive_formula(
     grouped = (batch, heads_kv, heads_q // heads_kv, seqlen_q)
     sinks = sinks_of(xp, bound_mods, heads_q, compute).reshape(*grouped[1:3], 1, 1)
     h = xp.arange(heads_q).reshape(*grouped[1:3], 1, 1)
+    rows = xp.arange(seqlen_q, dtype=np.int32)
     with np.errstate(all="ignore"):
         q = (q * compute.type(scale)).reshape(*grouped, head_dim)
         scores = xp.matmul(q, k[:, :, None].swapaxes(-1, -2))
         kept = []
         for b in range(batch):
             mask = bound_mods.mask_with(visible, sequence.b + b)
-            pairs = pairs_of(xp, sequence, mask, slice(0, seqlen_q), seqlen_k)
+            pairs = pairs_of(xp, sequence, mask, rows, seqlen_k)
             pairs = pairs._replace(b=sequence.b + b, h=h)
             scores[b] = bound_mods.scores.apply(scores[b], pairs, xp)
-            mask_scores(xp, scores[b], mask, 0)
+            mask_scores(xp, scores[b], mask, rows)
             kept.append(factors(bound_mods.dropout, pairs, compute, xp))
         _, row_sum, empty = softmax_terms(xp, scores, sinks)
         for b in range(batch):
@@ -307,16 +305,6 @@ def naive_formula(
             out = xp.matmul(scores, v[:, :, None])
         out[empty] = 0
         return out.reshape(batch, heads_q, seqlen_q, head_dim_v).astype(dtype, copy=False)
-
-
-def _scaled(q: Any, k: Any, v: Any, scales: tuple[Any, Any, Any], dtype: Any) -> Any:
-    """Return q, k and v times their scales, if any, in `dtype`; (batch, heads, seqlen, dim)."""
-    if all(scale is None for scale in scales):
-        return tuple(map(widened, (q, k, v)))
-    return tuple(
-        dequantized(x.swapaxes(1, 2), read_scale(name, scale, x), dtype).swapaxes(1, 2)
-        for name, x, scale in zip(("q_scale", "k_scale", "v_scale"), (q, k, v), scales, strict=True)
-    )
 
 
 def max_error(out: Any, reference: Any) -> float:

@@ -555,7 +555,7 @@ def _softmax(
     p = xp.empty_like(x)
     # A score_mod that depends on fewer indices returns a smaller array, which broadcasts.
     p[...] = changed
-    mask_scores(xp, p, rows.mask, rows.span.start)
+    mask_scores(xp, p, rows.mask, rows.pairs.row[:, 0])
     seen = p != -np.inf
     lse, row_sum, _ = softmax_terms(xp, p, sink)
     return xp.where(seen, p / row_sum, 0), seen, slope, lse

@@ -25,6 +25,9 @@ from cupy_flash.mods.keywords import (
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications, Dropout
 from cupy_flash.mods.on_arrays.scores import ARRAY_FIELDS, Scores
 from cupy_flash.mods.shapes import Sizes, fitted, require_limit
+from cupy_flash.reference.eight_bits import dequantized, widened
+
+_SCALES = ("q_scale", "k_scale", "v_scale")
 
 
 def read_modifications(
@@ -159,6 +162,28 @@ def read_scale(name: str, scale: Any, q: Any) -> Any:
     if not is_foreign_array(scale):
         return scale
     return convert_to(array_module(q), read(name, scale))
+
+
+def scaled(arrays: tuple[Any, ...], scales: tuple[Any, ...], dtype: Any) -> tuple[Any, ...]:
+    """Return q, k and, if given, v times their scales.
+
+    Without any scale, the arrays are returned as they are, except that float8 becomes float32.
+
+    Parameters
+    ----------
+    arrays
+        q, k and optionally v, (batch, heads, seqlen, dim).
+    scales
+        Scale of each array, broadcastable to (batch, seqlen, heads), or None.
+    dtype
+        Dtype of the products.
+    """
+    if all(scale is None for scale in scales):
+        return tuple(map(widened, arrays))
+    return tuple(
+        dequantized(x.swapaxes(1, 2), read_scale(name, scale, x), dtype).swapaxes(1, 2)
+        for name, x, scale in zip(_SCALES[: len(arrays)], arrays, scales, strict=True)
+    )
 
 
 def integers(array: Any) -> Any:

@@ -5,11 +5,13 @@ All arrays in the formulas are (batch, heads, seqlen, dim).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cupy_flash.arrays.kinds import read
 from cupy_flash.arrays.strided import (
@@ -20,7 +22,7 @@ from cupy_flash.arrays.strided import (
 )
 from cupy_flash.mods.keywords import FURTHEST
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
-from cupy_flash.mods.on_arrays.scores import Pairs
+from cupy_flash.mods.on_arrays.scores import FIRST_PAIR, Pairs
 from cupy_flash.mods.shapes import Sizes
 from cupy_flash.problem.mask import Mask, masked_after, masked_before
 from cupy_flash.problem.problem import if_swapped
@@ -37,15 +39,16 @@ class Rows(NamedTuple):
     Attributes
     ----------
     b, head, kv_head
-        Indices of the sequence, query head and KV head.
+        Indices of the sequence, and of the heads in the arrays of queries and of keys.
     span
-        Query rows of the chunk.
+        Rows of the chunk in the array of queries.
     end
         One past the last key that a row of the chunk attends to by its position.
     mask
         Position mask of the sequence: causality, window and prefix.
     pairs
-        Pairs of the query rows and the keys before `end`.
+        Pairs of the query rows and the keys before `end`. For a `Selection`, the indices of the
+        head and of the query rows differ from `head` and `span`.
     """
 
     b: int
@@ -70,9 +73,41 @@ class Rows(NamedTuple):
         scores *= compute.type(scale)
         return scores
 
+    def softmax_scores(
+        self, q: Any, k: Any, scale: float, bound_mods: BoundModifications, xp: Any
+    ) -> Any:
+        """Return the float64 scores that the softmax reads, (rows, keys); -inf for masked pairs."""
+        scores = self.scores(q, k, scale, np.dtype(np.float64), xp)
+        # A score_mod that depends on fewer indices returns a smaller array, which broadcasts.
+        scores[...] = bound_mods.scores.apply(scores, self.pairs, xp)
+        mask_scores(xp, scores, self.mask, self.pairs.row[:, 0])
+        return scores
+
+
+class Selection(NamedTuple):
+    """Query heads and query rows of a call that are computed.
+
+    Attributes
+    ----------
+    heads, queries : int64 arrays in host memory, with one axis
+        Indices of the heads and of the queries, in any order and with repetitions.
+    heads_q
+        Number of query heads of the call.
+    """
+
+    heads: NDArray[np.int64]
+    queries: NDArray[np.int64]
+    heads_q: int
+
 
 def chunks_of_rows(
-    xp: Any, q: Any, k: Any, visible: Mask, bound_mods: BoundModifications, sequence: Pairs
+    xp: Any,
+    q: Any,
+    k: Any,
+    visible: Mask,
+    bound_mods: BoundModifications,
+    sequence: Pairs = FIRST_PAIR,
+    selection: Selection | None = None,
 ) -> Iterator[Rows]:
     """Yield all rows of all heads in chunks with scores of at most `CHUNK_BYTES`.
 
@@ -82,17 +117,27 @@ def chunks_of_rows(
         Position mask without modifications, that is, only causality.
     sequence
         Index of the first sequence, and its first rows in packed arrays.
+    selection
+        Heads and queries of the call that q holds; None for all.
     """
-    batch, heads_q, seqlen_q, _ = q.shape
+    _, heads_q, seqlen_q, _ = q.shape
     _, heads_kv, seqlen_k, _ = k.shape
+    # The indices of all rows are computed on the device, without a copy from the host.
+    indices = xp.arange(seqlen_q, dtype=np.int32)
+    if selection is None:
+        selection = Selection(np.arange(heads_q), np.arange(seqlen_q), heads_q)
+    else:
+        indices = xp.asarray(selection.queries, dtype=np.int32)
     chunk = max(1, CHUNK_BYTES // (8 * max(seqlen_k, 1)))
-    for b, head in np.ndindex(batch, heads_q):
+    for b, (index, head) in itertools.product(range(len(q)), enumerate(selection.heads.tolist())):
         mask = bound_mods.mask_with(visible, sequence.b + b)
+        kv_head = head // (selection.heads_q // heads_kv)
         for first in range(0, seqlen_q, chunk):
             span = slice(first, min(first + chunk, seqlen_q))
-            end = mask.end(span.stop - 1)
-            pairs = pairs_of(xp, sequence, mask, span, end)._replace(b=sequence.b + b, h=head)
-            yield Rows(b, head, head // (heads_q // heads_kv), span, end, mask, pairs)
+            end = mask.end(int(selection.queries[span].max()))
+            pairs = pairs_of(xp, sequence, mask, indices[span], end)
+            pairs = pairs._replace(b=sequence.b + b, h=head)
+            yield Rows(b, index, kv_head, span, end, mask, pairs)
 
 
 def as_bhsd(q: Any, k: Any, v: Any, layout: str) -> tuple[Any, Any, Any]:
@@ -100,23 +145,46 @@ def as_bhsd(q: Any, k: Any, v: Any, layout: str) -> tuple[Any, Any, Any]:
 
     They are views, except for arrays whose batch axes cannot be merged without a copy.
     """
-    if layout not in ("bshd", "bhsd"):
-        raise ValueError(f"layout must be 'bshd' or 'bhsd', not {layout!r}")
-    q, k, v = (read(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        require_batch_axes(name, x, q)
-    q, k, v = (to_bhsd(x, layout) for x in (q, k, v))
+    q, k, v = _read_bhsd(layout, q=q, k=k, v=v)
     if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(
             "q, k and v must agree in batch, q and k in head_dim, k and v in heads and seqlen; as "
             f"(batch, heads, seqlen, dim) they are {q.shape}, {k.shape}, {v.shape}"
         )
+    _require_groups(q, k, layout)
+    return q, k, v
+
+
+def queries_and_keys(q: Any, k: Any, layout: str) -> tuple[Any, Any]:
+    """Return queries and keys as (batch, heads, seqlen, dim); see `as_bhsd`."""
+    q, k = _read_bhsd(layout, q=q, k=k)
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            "q and k must agree in batch and head_dim; as (batch, heads, seqlen, dim) they are "
+            f"{q.shape}, {k.shape}"
+        )
+    _require_groups(q, k, layout)
+    return q, k
+
+
+def _read_bhsd(layout: str, **arrays: Any) -> Iterator[Any]:
+    """Yield the arrays as (batch, heads, seqlen, dim), which must have the batch axes of q."""
+    if layout not in ("bshd", "bhsd"):
+        raise ValueError(f"layout must be 'bshd' or 'bhsd', not {layout!r}")
+    arrays = {name: read(name, array) for name, array in arrays.items()}
+    for name, array in arrays.items():
+        require_batch_axes(name, array, arrays["q"])
+    for array in arrays.values():
+        yield to_bhsd(array, layout)
+
+
+def _require_groups(q: Any, k: Any, layout: str) -> None:
+    """Raise ValueError unless the number of query heads is a multiple of that of KV heads."""
     if q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]:
         instead = if_swapped(q.shape[2:0:-1], k.shape[2:0:-1], layout)
         raise ValueError(
             f"heads_q ({q.shape[1]}) must be a multiple of heads_kv ({k.shape[1]}){instead}"
         )
-    return q, k, v
 
 
 def to_bhsd(array: Any, layout: str) -> Any:
@@ -155,10 +223,13 @@ def precision_of(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
-def pairs_of(xp: Any, sequence: Pairs, mask: Mask, rows: slice, keys: int) -> Pairs:
-    """Return the pairs of query rows and the first `keys` keys, without sequence and head."""
+def pairs_of(xp: Any, sequence: Pairs, mask: Mask, rows: Any, keys: int) -> Pairs:
+    """Return the pairs of query rows and the first `keys` keys, without sequence and head.
+
+    ``rows`` is an int32 array of the rows' indices.
+    """
     return sequence._replace(
-        row=xp.arange(rows.start, rows.stop, dtype=np.int32)[:, None],
+        row=rows[:, None],
         j=xp.arange(keys, dtype=np.int32),
         q_offset=mask.q_offset,
     )
@@ -171,17 +242,18 @@ def sinks_of(xp: Any, bound_mods: BoundModifications, heads_q: int, dtype: Any) 
     return bound_mods.sinks.astype(dtype)
 
 
-def mask_scores(xp: Any, scores: Any, mask: Mask, first_row: int) -> None:
+def mask_scores(xp: Any, scores: Any, mask: Mask, rows: Any) -> None:
     """Set the scores of pairs that are masked by position to -inf.
 
-    ``scores`` is (..., rows, keys), where the first row is query ``first_row``.
+    ``scores`` is (..., rows, keys), and ``rows`` holds the indices of the query rows.
     """
-    rows, keys = scores.shape[-2:]
+    keys = scores.shape[-1]
     if mask.is_full and keys <= mask.seqlen_k:
         return
-    positions = xp.arange(first_row, first_row + rows)
-    masked = masked_after(mask.ends(positions, xp), 0, keys, xp)
-    masked |= masked_before(mask.begins(positions, xp), 0, keys, xp)
+    # The offset of a sequence may be any int32, so that positions need more bits.
+    rows = rows.astype(np.int64)
+    masked = masked_after(mask.ends(rows, xp), 0, keys, xp)
+    masked |= masked_before(mask.begins(rows, xp), 0, keys, xp)
     xp.copyto(scores, -np.inf, where=masked)
 
 

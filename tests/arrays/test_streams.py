@@ -187,12 +187,13 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "attention_varlen_backward_reference": reference(
         "attention_varlen_backward_reference", 4, *SPANS
     ),
+    "attention_weights": reference("attention_weights", 2),
     "attention_with_kvcache_reference": reference(
         "attention_with_kvcache_reference", 3, cache_seqlens=[2, 4]
     ),
 }
 # Functions whose results are in host memory, so that a call ends when its work does.
-ON_HOST = {"check_mod", "plot_mask", "seen_pairs"}
+ON_HOST = {"check_mod", "plot_attention", "plot_mask", "seen_pairs"}
 # Functions that compute with CuPy's own operations, on CuPy's current stream.
 BY_CUPY = {"dropout_mask"}
 

@@ -14,6 +14,7 @@ from cupy_flash import (
     attention_backward_reference,
     attention_reference,
     attention_varlen_reference,
+    attention_weights,
     attention_with_kvcache_reference,
     seen_pairs,
 )
@@ -109,6 +110,7 @@ def test_modifications_of_host_queries_may_lie_on_a_gpu(
         (attention_reference, (q, k, v)),
         (attention_naive, (q, k, v)),
         (attention_backward_reference, (q, q, k, v)),
+        (attention_weights, (q, k)),
     ):
         found = function(*inputs, **given, **{name: OnGpu(arrays[name])})
         np.testing.assert_equal(found, function(*inputs, **given, **{name: arrays[name]}))
@@ -138,6 +140,10 @@ def dense(rng: Any, function: Callable[..., Any], *lengths: Any, **scales: Any) 
     return call
 
 
+def weights_of_two_rows(q: Any, k: Any, _: Any, **scales: Any) -> Any:
+    return attention_weights(q, k, queries=[3, 1], heads=[2, 0], **scales)
+
+
 def packed(rng: np.random.Generator, function: Callable[..., Any], **scales: Any) -> Any:
     return dense(rng, function, np.array([0, 2, 5]), np.array([0, 4, 7]), 3, 4, **scales)
 
@@ -162,6 +168,7 @@ def cached(rng: np.random.Generator, **options: Any) -> Any:
 CALLS: dict[str, Callable[[np.random.Generator], Any]] = {
     "dense": lambda rng: dense(rng, attention_reference),
     "dense with scales": lambda rng: dense(rng, attention_reference, q_scale=2.0, v_scale=0.3),
+    "weights": lambda rng: dense(rng, weights_of_two_rows, k_scale=0.3),
     "naive": lambda rng: dense(rng, attention_naive, dtype=np.float32),
     "gradients": lambda rng: dense(rng, attention_backward_reference),
     "packed": lambda rng: packed(rng, attention_varlen_reference),
@@ -200,6 +207,7 @@ def test_float8_of_cupy(name: str, rng: np.random.Generator) -> None:
             np.testing.assert_array_equal(*(x.view(FLOAT8).astype(np.float32) for x in codes))
         else:
             # Scores of up to 2^12, sums of 8 products, have errors of 2^-37, and change results by
-            # at most twice that fraction of the largest value.
+            # at most twice that fraction of the largest value. Weights are rounded to float32.
             largest = np.abs(other[np.isfinite(other)]).max(initial=1)
-            np.testing.assert_allclose(host_array(one), other, rtol=0, atol=2.0**-36 * largest)
+            error = max(2.0**-36, float(np.finfo(other.dtype).eps))
+            np.testing.assert_allclose(host_array(one), other, rtol=0, atol=error * largest)

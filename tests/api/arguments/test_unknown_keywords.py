@@ -24,7 +24,7 @@ PACKED_GRADIENTS = (ROWS, ROWS, ROWS, ROWS, ROWS, LSE[0], *LENGTHS)
 CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "attention_backward_reference": ((Q, Q, Q, Q), {}), "attention_reference": (DENSE, {}),
     "attention_varlen_backward_reference": ((ROWS, *PACKED), {}),
-    "attention_varlen_reference": (PACKED, {}),
+    "attention_varlen_reference": (PACKED, {}), "attention_weights": ((Q, Q), {}),
     "attention_with_kvcache_reference": (DENSE, {"cache_seqlens": 4}),
     "flash_attention": (DENSE, {}), "flash_attention_backward": (GRADIENTS, {}),
     "flash_attention_qkvpacked": ((QKV,), {}),

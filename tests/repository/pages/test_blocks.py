@@ -88,6 +88,7 @@ NEEDS: dict[str, Callable[[], str | None]] = {
     "jax": lambda: installed("jax"),
     "onnx": lambda: installed("onnx"),
     "xarray": lambda: installed("xarray") or installed("dask"),
+    "matplotlib": lambda: installed("matplotlib"),
     "transformers": lambda: installed("torch") or installed("transformers"),
     "flax": lambda: installed("jax") or installed("flax"),
     "compiler": why_no_compiler,

@@ -129,6 +129,7 @@ def test_functions_of_dense_arrays_are_found() -> None:
     expected = {
         "attention_backward_reference": 1,
         "attention_reference": 1,
+        "attention_weights": 1,
         "flash_attention": 3,
         "flash_attention_backward": 1,
         "flash_attention_qkvpacked": 3,

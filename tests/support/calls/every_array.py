@@ -24,18 +24,22 @@ FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 # Arguments that neither are arrays nor contain any.
 PLAIN = {
-    "arch", "ax", "b", "backend", "batch", "batch_invariant", "block", "causal", "compute_scales",
-    "dropout_p", "dtype", "enable_gqa", "family", "grad_dtype", "h", "head_dim_v", "heads",
+    "arch", "ax", "b", "backend", "batch", "batch_invariant", "block", "causal", "colorbar",
+    "compute_scales", "dropout_p", "dtype", "enable_gqa", "family", "grad_dtype", "h", "head_dim_v",
     "heads_q", "interleaved", "is_causal", "layout", "max_seqlen_k", "max_seqlen_q", "num_splits",
     "out_dtype", "per", "return_lse", "rotary_interleaved", "scale", "seqlen_k", "seqlen_q",
-    "softcap", "softmax_scale", "stream", "tile", "window_size", "wrt",
+    "softcap", "softmax_scale", "stream", "tile", "vmax", "window_size", "wrt",
 }  # fmt: skip
+# Annotations of further arguments that are no arrays. Their names may be those of arrays in other
+# functions.
+PLAIN_TYPES = ("int", "int | None", "Sequence[str] | None")
 # Arrays that a call writes; arrays of JAX are immutable.
 WRITTEN = frozenset({"out", "dq", "dk", "dv", "dqkv"})
 # Required arguments of functions that take sizes, or a function of the user, instead of arrays.
 WITHOUT_INPUTS = {
     "check_mod": {"mod"},
     "dropout_mask": {"dropout_seed"},
+    "plot_attention": {"weights"},
     "plot_mask": set(),
     "seen_pairs": set(),
 }
@@ -144,7 +148,7 @@ def arguments_of(function: Callable[..., Any]) -> dict[str, bool]:
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             found |= dict.fromkeys(cupy_flash.Modifications.__annotations__, False)
-        elif parameter.annotation != "int | None":
+        elif parameter.annotation not in PLAIN_TYPES:
             found[parameter.name] = parameter.default is parameter.empty
     return {name: required for name, required in found.items() if name not in PLAIN}
 
@@ -189,6 +193,7 @@ def kind_of(function: Callable[..., Any]) -> str:
         ("attn_mask", "scaled_dot_product"),
         ("positions", "rotary"),
         ("per", "quantize"),
+        ("top_k", "weights"),
     ):
         if name in names:
             return kind
@@ -260,6 +265,11 @@ class _World:
             "quantize": {"x": self._values(4, PAGE, *keys), "dtype": "int8"},
             "seen_pairs": {"seqlen_q": ROWS, "seqlen_k": KEYS},
             "plot_mask": {"seqlen_q": ROWS, "seqlen_k": KEYS},
+            "weights": {
+                "q": self._values(BATCH, ROWS, *rows),
+                "k": self._values(BATCH, KEYS, *keys),
+            },
+            "plot_attention": {"weights": np.abs(self._values(ROWS, KEYS))},
             "check_mod": {"mod": self._score_mod()},
             "dropout_mask": {
                 **{"batch": BATCH, "heads_q": HEADS, "seqlen_q": ROWS, "seqlen_k": KEYS},
@@ -279,6 +289,8 @@ class _World:
         makers: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "alibi_slopes": lambda _: {name: self.rng.random(HEADS).astype(np.float32)},
             "sinks": lambda _: {name: self._values(HEADS, dtype=np.float32)},
+            "heads": lambda _: {name: np.array([-1, 0])},
+            "queries": lambda _: {name: np.array([3, -1, 0, 3]), "top_k": 3},
             "bias": lambda v: {name: self._values(*self._pairs(v))},
             "mask": lambda v: {name: self.rng.random(self._pairs(v)) < 0.7},
             "attn_mask": lambda v: {name: self._values(*self._pairs(v))},
@@ -370,11 +382,16 @@ class _World:
 
     def _scales(self, values: dict[str, Any], dtype: Any = np.int8) -> dict[str, Any]:
         """Return 8-bit keys and values with scales; for dense calls float8 q, k and v."""
-        if self.kind == "dense":
-            found = {n: values[n].astype(np.float32).astype(FLOAT8) for n in ("q", "k", "v")}
+        if self.kind in ("dense", "weights"):
+            found = {
+                n: values[n].astype(np.float32).astype(FLOAT8)
+                for n in ("q", "k", "v")
+                if n in values
+            }
+            heads = {"q": HEADS, "k": HEADS_KV, "v": HEADS_KV}
             scales = {
-                f"{n}_scale": 0.5 + self.rng.random((BATCH, 1, heads)).astype(np.float32)
-                for n, heads in (("q", HEADS), ("k", HEADS_KV), ("v", HEADS_KV))
+                f"{n}_scale": 0.5 + self.rng.random((BATCH, 1, heads[n])).astype(np.float32)
+                for n in found
             }
             return found | scales
         names = ("k", "v") if self.kind == "varlen" else ("k_cache", "v_cache")

@@ -9,6 +9,7 @@ Let u be half the eps of the inputs, and w the largest magnitude of an element o
 - *Gradients*: the error rule of the gradients, `gradient_bound`.
 - *Rotated rows*: GPU and CPU round each element once, and gradients of rotated rows twice.
 - *8-bit numbers* and their scales: the same bits.
+- *Attention weights*: GPU and CPU compute them in float64, and each round once to float32.
 - *Keys that are rotated or have scales*, which are rounded before the product: the error rules of
   varlen and KV-cache calls and of float8.
 """
@@ -52,6 +53,8 @@ def check_results(call: Call, found: Sequence[np.ndarray], expected: Sequence[np
         _check_forward({names.get(n, n): x for n, x in call.values.items()}, found, expected)
     elif kind == "rotary":
         _check_rotated(found, expected)
+    elif kind == "weights":
+        _check_weights(found, expected)
     elif kind == "quantize":
         for array, right in zip(found, expected, strict=True):
             np.testing.assert_array_equal(array, right)
@@ -77,6 +80,15 @@ def _check_rotated(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) 
         bound = 8 * float(np.finfo(right.dtype).eps) * largest
         error = max_error(array, right)
         assert error <= bound, f"a rotated row is off by {error:.3g}, allowed {bound:.3g}"
+
+
+def _check_weights(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
+    weights, *keys = found
+    bound = float(np.finfo(np.float32).eps)
+    error = max_error(weights, expected[0])
+    assert error <= bound, f"a weight is off by {error:.3g}, allowed {bound:.3g}"
+    for indices, right in zip(keys, expected[1:], strict=True):
+        np.testing.assert_array_equal(indices, right)
 
 
 def check_stored(found: np.ndarray, expected: np.ndarray) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -52,11 +53,12 @@ def partitioned(
         ]
 
         def on_each_device(*operands: Any) -> tuple[Any, ...]:
-            made = function(*operands)
-            return tuple(
-                _summed(static, name, x, whole.shape, chosen)
-                for name, x, whole in zip(static.results, made, results, strict=True)
-            )
+            with _without_mesh():
+                made = function(*operands)
+                return tuple(
+                    _summed(static, name, x, whole.shape, chosen)
+                    for name, x, whole in zip(static.results, made, results, strict=True)
+                )
 
         return mesh, on_each_device, tuple(shardings[1]), tuple(shardings[0])
 
@@ -99,6 +101,20 @@ def with_explicit_axes(
         function, axes=mesh.explicit_axes, out_sharding=specs
     )
     return result
+
+
+def _without_mesh() -> AbstractContextManager[Any]:
+    """Return a context in which types of arrays do not say how the arrays are divided.
+
+    JAX may compile within `jax.set_mesh`. With types of its mesh, the sum over devices has a
+    division in its reduction, which XLA (JAX 0.11) refuses.
+    """
+    if not hasattr(jax.sharding, "auto_axes"):
+        return nullcontext()
+    context: AbstractContextManager[Any] = jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh((), ())
+    )
+    return context
 
 
 def roles(static: StaticCall, name: str, shape: tuple[int, ...]) -> _Roles:

@@ -37,7 +37,9 @@ def run_program(name: str, *arguments: object, **environment: str) -> str:
             process.kill()
             output, errors = process.communicate()
             pytest.fail(f"{name} hangs: {output[-2000:]}\n{errors[-8000:]}")
-    assert process.returncode == 0, f"exit code {process.returncode}: {errors[-4000:]}"
+    # The reason may come before the stack of C++.
+    reason = errors if len(errors) < 8000 else f"{errors[:4000]}\n...\n{errors[-4000:]}"
+    assert process.returncode == 0, f"exit code {process.returncode}: {reason}"
     return output
 
 

@@ -15,6 +15,7 @@ from cupy_flash.arrays.jax_arrays import from_jax, gpu_of, is_jax, is_traced, to
 from cupy_flash.arrays.strided import as_cupy, dtype_name, is_cupy, kind_of
 from cupy_flash.arrays.torch_arrays import (
     is_any_tensor,
+    is_capturing,
     is_torch_on_gpu,
     on_stream_of,
     order,
@@ -64,7 +65,8 @@ def normalize(name: str, array: Any, *, is_written: bool = False) -> Any:
             streams = two_streams(array)
         except ImportError as error:
             raise needs_cupy(name) from error
-        if streams:
+        # No other stream can wait for a captured one. Calls with tensors run on it themselves.
+        if streams and not is_capturing():
             order(*streams)
         return array
     if is_any_tensor(array) and array.is_cpu:

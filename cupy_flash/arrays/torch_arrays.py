@@ -11,7 +11,7 @@ import functools
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -372,6 +372,11 @@ def two_streams(tensor: Any) -> tuple[int, int] | None:
     return theirs, ours
 
 
+def is_capturing() -> bool:
+    """Return whether a CUDA graph is being captured from torch's current stream."""
+    return bool(sys.modules["torch"].cuda.is_current_stream_capturing())
+
+
 def current_stream(device: int) -> int:
     """Return the handle of torch's current stream on a device."""
     return _torch_stream()(device)
@@ -400,17 +405,6 @@ def on_stream_of(tensor: Any) -> AbstractContextManager[Any]:
         return _AS_IT_IS
     theirs, _ = streams
     return external_stream(theirs, tensor.get_device())
-
-
-def on_captured_stream(arrays: Iterable[Any]) -> AbstractContextManager[Any]:
-    """Return `on_stream_of` tensors if a CUDA graph is being captured from torch's stream.
-
-    CuPy's own stream cannot wait for a captured one. Otherwise the context changes nothing.
-    """
-    tensor = next((x for x in arrays if is_any_tensor(x) and x.is_cuda), None)
-    if tensor is None or not sys.modules["torch"].cuda.is_current_stream_capturing():
-        return _AS_IT_IS
-    return on_stream_of(tensor)
 
 
 def external_stream(handle: int, device: int) -> AbstractContextManager[Any]:

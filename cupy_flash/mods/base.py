@@ -15,7 +15,6 @@ from cupy_flash.arrays.torch_arrays import (
     is_torch_on_gpu,
     is_tracked,
     memory_of,
-    on_captured_stream,
     outside_transforms,
 )
 from cupy_flash.mods.captures import (
@@ -161,8 +160,7 @@ class Modification:
         graph: Node | None,
     ) -> None:
         """Set all attributes that do not depend on `_options`; called once."""
-        with on_captured_stream(captures.values()):
-            read = {n: self._read_capture(n, captures[n]) for n in sorted(captures)}
+        read = {n: self._read_capture(n, captures[n]) for n in sorted(captures)}
         specs = {name: spec for name, (_, spec) in read.items()}
         arrays = {name: value for name, (value, spec) in read.items() if spec.rank is not None}
         parts: dict[str, Any] = {

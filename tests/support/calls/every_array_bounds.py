@@ -55,7 +55,7 @@ def check_results(call: Call, found: Sequence[np.ndarray], expected: Sequence[np
         _check_rotated(found, expected)
     elif kind == "weights":
         _check_weights(found, expected)
-    elif kind == "quantize":
+    elif kind in ("quantize", "dropout_mask"):
         for array, right in zip(found, expected, strict=True):
             np.testing.assert_array_equal(array, right)
     elif "backward" in name:

@@ -99,6 +99,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> fake_gpu.FakeGpu:
     """Fake GPU on which torch and CuPy use the legacy default stream, their default."""
     fake = fake_gpu.install(monkeypatch)
     fake.theirs, fake.is_grad_enabled, fake.written = 0, True, []
+    fake.is_capturing = False
     private = SimpleNamespace(
         _cuda_getCurrentRawStream=lambda device: fake.theirs,
         _functorch=SimpleNamespace(
@@ -126,6 +127,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> fake_gpu.FakeGpu:
         is_grad_enabled=lambda: fake.is_grad_enabled,
         _C=private,
         autograd=autograd,
+        cuda=SimpleNamespace(is_current_stream_capturing=lambda: fake.is_capturing),
         **{name: name for name in DTYPES},
     )
     monkeypatch.setitem(sys.modules, "torch", torch)
@@ -195,7 +197,7 @@ def test_a_stream_of_the_call_becomes_torchs_stream(gpu, monkeypatch):
         default_stream=lambda device: 0,
         stream=current,
     )
-    monkeypatch.setattr(sys.modules["torch"], "cuda", cuda, raising=False)
+    monkeypatch.setattr(sys.modules["torch"], "cuda", cuda)
     gpu.theirs = THEIRS
     for handle in (OURS, 0):
         flash_attention(**qkv(gpu), stream=SimpleNamespace(cuda_stream=handle))
@@ -239,6 +241,13 @@ def test_tensors_beside_arrays_of_cupy_are_ordered_with_their_stream(gpu):
     assert gpu.streams == [OURS]
     assert set(gpu.order[:-1]) == {(OURS, THEIRS)}
     assert gpu.order[-1] == (THEIRS, OURS)
+
+
+@pytest.mark.parametrize("is_capturing", [False, True])
+def test_no_stream_waits_for_a_captured_one_when_a_tensor_is_read(gpu, is_capturing):
+    gpu.stream, gpu.theirs, gpu.is_capturing = OURS, THEIRS, is_capturing
+    rows.read("q", qkv(gpu)["q"])
+    assert gpu.order == ([] if is_capturing else [(THEIRS, OURS)])
 
 
 def test_a_tensor_that_requires_gradients_is_refused_where_none_is_recorded(gpu):

@@ -247,7 +247,7 @@ def test_tensors_beside_arrays_of_cupy_are_ordered_with_their_stream(gpu):
 def test_no_stream_waits_for_a_captured_one_when_a_tensor_is_read(gpu, is_capturing):
     gpu.stream, gpu.theirs, gpu.is_capturing = OURS, THEIRS, is_capturing
     rows.read("q", qkv(gpu)["q"])
-    assert gpu.order == ([] if is_capturing else [(THEIRS, OURS)])
+    assert gpu.order == ([] if is_capturing else [(OURS, THEIRS)])
 
 
 def test_a_tensor_that_requires_gradients_is_refused_where_none_is_recorded(gpu):

@@ -33,7 +33,7 @@ TIMEOUT = 60.0
 # Time limit in seconds of ranks on GPUs, which may have to compile kernels.
 _TIMEOUT_OF_NCCL = 15.0
 # Time limit in seconds of one check. A rank that exceeds it prints its stack and exits.
-_CHECK_SECONDS = 30.0
+_CHECK_SECONDS = 100.0
 
 
 class Ranks(NamedTuple):

@@ -109,6 +109,11 @@ def flax_attention(
     precision: Any | None = None,
     module: Any | None = None,
     is_causal: bool = False,
+    *,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Any | None = None,
+    qk_attn_weights_einsum: Any | None = None,
+    attn_weights_value_einsum: Any | None = None,
 ) -> Any:
     """Compute attention as Flax does; pass it as `attention_fn` to Flax's attention modules.
 
@@ -139,6 +144,10 @@ def flax_attention(
         Not supported: attention weights are never stored, so they cannot be recorded.
     is_causal : bool
         Whether query i attends only to the keys j <= i.
+    force_fp32_for_softmax : bool
+        Ignored: the softmax is computed in float32, or in float64 for float64 arrays.
+    einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum
+        Not supported: kernels compute both products.
 
     Returns
     -------
@@ -148,12 +157,20 @@ def flax_attention(
     Raises
     ------
     UnsupportedError
-        For a module that records attention weights.
+        For a module that records attention weights, and for functions that compute products.
     TypeError, ValueError, CompileError
         See `flash_attention`.
     """
-    del broadcast_dropout, precision
+    del broadcast_dropout, precision, force_fp32_for_softmax
     check_bool("deterministic", deterministic)
+    functions = {
+        "einsum_dot_general": einsum_dot_general,
+        "qk_attn_weights_einsum": qk_attn_weights_einsum,
+        "attn_weights_value_einsum": attn_weights_value_einsum,
+    }
+    for name, function in functions.items():
+        if function is not None:
+            raise UnsupportedError(f"{name} is not supported: kernels compute both products")
     dropout: dict[str, Any] = {}
     if finite("dropout_rate", dropout_rate) != 0 and not deterministic:
         dropout = _dropout(dropout_rate, dropout_rng)

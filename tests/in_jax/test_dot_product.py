@@ -98,7 +98,10 @@ def test_a_transformer_of_linen_trains_alike(rng: np.random.Generator) -> None:
             for _ in range(2):
                 y = linen.LayerNorm()(x)
                 attention = linen.MultiHeadDotProductAttention(
-                    num_heads=4, attention_fn=self.attention_fn, dropout_rate=0.5
+                    num_heads=4,
+                    attention_fn=self.attention_fn,
+                    dropout_rate=0.5,
+                    force_fp32_for_softmax=True,
                 )
                 x = x + attention(y, y, mask=mask, deterministic=True)
                 x = x + linen.Dense(16)(linen.gelu(linen.Dense(32)(linen.LayerNorm()(x))))
@@ -152,5 +155,8 @@ def test_what_is_not_supported_is_refused(rng: np.random.Generator) -> None:
     q = normal(rng, ROWS, HEADS, DIM)
     with pytest.raises(UnsupportedError, match="records attention weights"):
         cj.flax_attention(q, q, q, module=object())
+    for name in ("einsum_dot_general", "qk_attn_weights_einsum", "attn_weights_value_einsum"):
+        with pytest.raises(UnsupportedError, match=f"^{name} is not supported"):
+            cj.flax_attention(q, q, q, **{name: jax.numpy.einsum})
     with pytest.raises(ValueError, match="mask has shape"):
         cj.dot_product_attention(q, q, q, mask=jax.numpy.ones((3, 3), bool))

@@ -27,7 +27,7 @@ from cupy_flash.torch.dropout import with_seed
 from cupy_flash.torch.functions import FlashAttention, FlashAttentionWithLse
 from cupy_flash.torch.graphs import are_tensors, is_plain, outside_graph
 from cupy_flash.torch.modifications import fits_graph, is_integer, packed
-from cupy_flash.torch.nested import longest_shape, packed_call
+from cupy_flash.torch.nested import longest_shape, packed_call, unbound
 from cupy_flash.torch.observed import is_observed, results_of_operator
 from cupy_flash.torch.operators import ATTENTION, ATTENTION_VARLEN
 from cupy_flash.torch.tracked import as_it_is_now, with_tracked
@@ -118,14 +118,15 @@ def flash_attention_qkvpacked(
     Parameters
     ----------
     qkv : Tensor, shape (batch, seqlen, 3, heads, head_dim)
-        Queries, keys and values along the third-to-last axis.
+        Queries, keys and values along the third-to-last axis. It may be a nested tensor with the
+        jagged layout.
     causal, softmax_scale, q_offset, return_lse, **modifications
         See `cupy_flash.flash_attention_qkvpacked`.
 
     Returns
     -------
     out : Tensor, shape (batch, seqlen, heads, head_dim)
-        Output. With return_lse, the pair (out, lse).
+        Output. With return_lse, the pair (out, lse). Both are nested tensors if qkv is.
 
     Raises
     ------
@@ -137,7 +138,7 @@ def flash_attention_qkvpacked(
     layout = modifications.pop("layout", "bshd")  # type: ignore[typeddict-item]
     check_qkv(qkv, layout)
     return flash_attention(
-        *qkv.unbind(-3),
+        *(unbound(qkv) if qkv.is_nested else qkv.unbind(-3)),
         causal=causal,
         softmax_scale=softmax_scale,
         q_offset=q_offset,

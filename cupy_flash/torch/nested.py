@@ -87,6 +87,23 @@ def packed_call(call: DifferentiableCall, inputs: tuple[Any, ...]) -> PackedCall
     return PackedCall(packed, (*rows, *others), q, options.layout)
 
 
+def unbound(qkv: Any) -> tuple[Any, ...]:
+    """Return nested q, k and v, given a nested tensor (batch, seqlen, 3, heads, head_dim).
+
+    Raises
+    ------
+    TypeError, ValueError
+        Unless the tensor has the jagged layout, and seqlen is its ragged axis.
+    """
+    _require_jagged("qkv", qkv)
+    if qkv.ndim != 5 or qkv._ragged_idx != 1:
+        raise ValueError(
+            f"qkv has shape {tuple(qkv.shape)}; expected (batch, seqlen, 3, heads, head_dim) with "
+            "a ragged seqlen"
+        )
+    return tuple(_nested(rows, qkv, 1) for rows in qkv.values().unbind(1))
+
+
 def longest_shape(name: str, nested: Any) -> tuple[int, ...]:
     """Return the shape of a nested tensor with the largest length in place of the ragged axis.
 

@@ -90,6 +90,26 @@ def test_calls_are_loops(layout: str, name: str, device: str) -> None:
     assert_is_loop(attention, inputs, attention)
 
 
+def test_packed_queries_keys_and_values_may_be_nested(device: str) -> None:
+    qkv = nested([torch.randn(n, 3, 2, 6, dtype=torch.float64, device=device) for n in (5, 1, 8)])
+    window = {"causal": True, "window_size": (3, 0)}
+
+    def attention(x: Any) -> Any:
+        return ct.flash_attention_qkvpacked(x, **window)
+
+    out = attention(qkv)
+    assert out.offsets() is qkv.offsets()
+    weights = torch.randn_like(out.values())
+    (found,) = torch.autograd.grad((out.values() * weights).sum(), qkv)
+    parts = [part.detach().requires_grad_() for part in qkv.unbind()]
+    expected = torch.cat([attention(part[None])[0] for part in parts])
+    assert_close(out.values(), expected)
+    gradients = torch.autograd.grad((expected * weights).sum(), parts)
+    assert_close(found.values(), torch.cat(gradients))
+    with pytest.raises(ValueError, match=r"expected \(batch, seqlen, 3, heads, head_dim\)"):
+        ct.flash_attention_qkvpacked(qkv.transpose(1, 2))
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_pytorchs_function_takes_nested_tensors(is_causal: bool, device: str) -> None:
     def attention(*xs: Any) -> Any:

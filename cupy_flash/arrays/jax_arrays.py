@@ -10,7 +10,6 @@ import functools
 import math
 from typing import Any
 
-from cupy_flash.arrays.pending_reads import keep_until_read, release_read
 from cupy_flash.arrays.torch_arrays import order
 from cupy_flash.errors import needs_cupy
 from cupy_flash.problem.arrays import FLOAT8, MAX_ALIGNMENT
@@ -25,23 +24,20 @@ class JaxMemory:
     Attributes
     ----------
     array
-        The JAX array, which keeps the memory alive. It lives on until the stream that was CuPy's
-        current one has read it.
+        The JAX array, which keeps the memory alive.
     device
         JAX device on which the array is stored.
     address
         Address of the first element.
     array_key
         Shape, dtype, device and alignment, as part of a cache key.
-    stream
-        Handle of the stream that reads the memory.
     """
 
-    __slots__ = ("address", "array", "array_key", "device", "stream")
+    __slots__ = ("address", "array", "array_key", "device")
 
-    def __init__(self, array: Any, device: Any, stream: int) -> None:
-        self.array, self.device, self.stream = array, device, stream
-        self.address = address = array.unsafe_buffer_pointer()
+    def __init__(self, array: Any, device: Any) -> None:
+        address = array.unsafe_buffer_pointer()
+        self.array, self.device, self.address = array, device, address
         self.array_key = (
             array.shape,
             array.dtype,
@@ -52,10 +48,7 @@ class JaxMemory:
     def as_cupy(self) -> Any:
         """Return a CuPy array over the memory."""
         array, device = self.array, self.device.local_hardware_id
-        return array_at(self.address, array.shape, array.dtype, device, self)
-
-    def __del__(self) -> None:
-        keep_until_read(self.array, self.device.local_hardware_id, self.stream)
+        return array_at(self.address, array.shape, array.dtype, device, array)
 
 
 def array_at(
@@ -106,13 +99,11 @@ def from_jax(name: str, array: Any) -> JaxMemory | None:
         cuda = _cupy().cuda
     except ImportError as error:
         raise needs_cupy(name) from error
-    release_read()
-    stream = cuda.get_current_stream().ptr
     if not array.is_ready():
         # Called only to make CuPy's current stream wait for the computation of the array.
         # Stream 1 is the legacy default stream in Python's DLPack protocol.
-        array.__dlpack__(stream=stream or 1)
-    return JaxMemory(array, device, stream)
+        array.__dlpack__(stream=cuda.get_current_stream().ptr or 1)
+    return JaxMemory(array, device)
 
 
 def to_jax(result: Any, device: Any | None) -> Any:

@@ -358,7 +358,6 @@ def cast(name: str, array: Any, dtype: str) -> str:
         owner = owner.base
     if is_cupy(owner):
         owner = getattr(getattr(owner.data, "mem", None), "_owner", None)
-    owner = owner.array if isinstance(owner, JaxMemory) else owner
     if is_any_tensor(owner):
         return f"{name}.to(torch.{dtype})"
     return f"{name}.astype(jnp.{dtype})" if is_jax(owner) else f"{name}.astype({dtype!r})"

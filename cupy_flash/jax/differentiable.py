@@ -66,17 +66,21 @@ def attention(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, A
         arrays, results, wrt = saved
         wrt = tuple(name for name in call.names if name in wrt)
         dout, dlse = (None if _is_zero(x) else x for x in gradients)
+        # Whether this function makes one of the arrays, to which nobody else refers.
+        makes_array = dout is None
         if dout is None:
             dout = jax.numpy.zeros_like(results[0])
         given = call.with_constants(dict(zip(constants, arrays[count:], strict=True)))
         if may_compute and _have_values((*arrays, *results, dout, dlse)):
             # JAX creates the zero gradient of an unused result on its default device.
             (device,) = results[0].devices()
+            makes_array |= any(x is not None and not _is_on(device, x) for x in (dout, dlse))
             dout, dlse = jax.device_put((dout, dlse), device)
             new = _computed(
                 given,
                 arrays[:count],
                 lambda call, placed: call.pull_back(placed, results, (dout, dlse), wrt),
+                waits=makes_array,
             )
             made = dict(zip(wrt, new, strict=True))
         else:
@@ -201,6 +205,10 @@ def _have_values(arrays: tuple[Any, ...]) -> bool:
     )
 
 
+def _is_on(device: Any, array: Any) -> bool:
+    return isinstance(array, jax.Array) and array.devices() == {device}
+
+
 def _with_arrays(call: DifferentiableCall, change: Callable[[str, Any], Any]) -> DifferentiableCall:
     """Return the call with its length and modification arrays replaced by `change(name, array)`."""
     lengths = tuple(map(change, _LENGTHS, call.lengths))
@@ -217,15 +225,20 @@ def _computed(
     call: DifferentiableCall,
     inputs: tuple[Any, ...],
     compute: Callable[[DifferentiableCall, tuple[Any, ...]], Any],
+    *,
+    waits: bool = False,
 ) -> Any:
     """Return `compute(call, inputs)` with NumPy arrays copied to the device of the JAX arrays.
 
     That device is CuPy's current device meanwhile: JAX chooses a device by its arrays, not by the
-    current device.
+    current device. If arrays are copied to a GPU, or if `waits`, the function returns when the GPU
+    has computed the result: once nobody refers to a copy, JAX may overwrite its memory, even if a
+    kernel on CuPy's stream has still to read it.
     """
     places = (array.devices() for array in inputs if isinstance(array, jax.Array))
     # If all inputs are NumPy arrays, None selects JAX's default device.
     (device, *_) = next(places, (None,))
+    waits |= not all(isinstance(array, jax.Array) for array in inputs)
     inputs = tuple(
         # Copied first, because JAX may read the memory after `device_put` has returned. Some
         # versions of JAX wrap NumPy arrays in a type of their own.
@@ -238,4 +251,7 @@ def _computed(
     with cupy_module().cuda.Device(device.local_hardware_id):
         # Host arrays of the call become CuPy arrays: JAX would narrow a uint64 tree_mask to uint32.
         call = _with_arrays(call.with_captures(host_array_on_gpu), host_array_on_gpu)
-        return compute(call, inputs)
+        results = compute(call, inputs)
+        if waits:
+            cupy_module().cuda.get_current_stream().synchronize()
+        return results

@@ -1,4 +1,4 @@
-"""Calls outside of compiled functions: memory of arrays that nobody refers to anymore."""
+"""Calls outside of compiled functions: memory of the copies of NumPy arrays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ extern "C" __global__ void spin(long long cycles) {
 """
 
 
-def test_arrays_are_read_before_jax_overwrites_their_memory(rng: np.random.Generator) -> None:
+def test_copies_are_read_before_jax_overwrites_them(rng: np.random.Generator) -> None:
     try:
         (device, *_) = jax.devices("gpu")
     except RuntimeError:

@@ -235,7 +235,6 @@ class FakeGpu:
         self.arguments = FakeArguments(bytearray(MAX_BYTES))
         self.device = self.stream = 0  # the current device, and the handle of the current stream
         self.captures = False  # whether the current stream captures a graph
-        self.is_busy = False  # whether queued work has still to be done
         self.refuses = False  # whether CUDA refuses to allocate memory and load kernels
         self.order: list[tuple[int, int]] = []  # a stream that waits, and the one it waits for
         self.uploads: list[np.ndarray] = []  # arrays that were copied from host memory
@@ -325,23 +324,6 @@ class FakeGpu:
         return FakeKernel(launch)
 
 
-class _CUDARuntimeError(RuntimeError):
-    """Error of CUDA, which this GPU never reports."""
-
-
-class _Event:
-    """Event that has occurred unless the GPU is busy."""
-
-    ptr = 0xE0
-
-    def __init__(self, gpu: FakeGpu) -> None:
-        self.gpu = gpu
-
-    @property
-    def done(self) -> bool:
-        return not self.gpu.is_busy
-
-
 class _Stream:
     """New stream."""
 
@@ -374,13 +356,6 @@ def _current(handle: int) -> Iterator[None]:
     gpu.stream = before
 
 
-@contextlib.contextmanager
-def _on_device(gpu: FakeGpu, device: int) -> Iterator[None]:
-    before, gpu.device = gpu.device, device
-    yield
-    gpu.device = before
-
-
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     """Return a new fake GPU, on which attention runs until the test ends."""
     gpu = FakeGpu()
@@ -391,7 +366,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         streamWaitEvent=lambda stream, event: gpu.order.append((stream, last_of[event])),
         memsetAsync=lambda *_: None,
         streamIsCapturing=lambda stream: gpu.captures,
-        CUDARuntimeError=_CUDARuntimeError,
         setDevice=gpu.set_device,
         getDeviceCount=lambda: 2,
         pointerGetAttributes=lambda address: SimpleNamespace(device=1),
@@ -404,8 +378,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         alloc=gpu.alloc,
         memory=SimpleNamespace(Memory=gpu.permanent),
         get_current_stream=lambda device=0: SimpleNamespace(ptr=gpu.stream),
-        Device=functools.partial(_on_device, gpu),
-        Event=lambda disable_timing: _Event(gpu),
+        Event=lambda disable_timing: SimpleNamespace(ptr=0xE0),
         Stream=_Stream,
         UnownedMemory=_Unowned,
         MemoryPointer=lambda memory, offset: memory,

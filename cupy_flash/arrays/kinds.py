@@ -32,7 +32,7 @@ _DLPACK_CPU = 1
 _DLPACK_CUDA = (2, 3, 13)
 
 
-def normalize(name: str, array: Any, *, is_written: bool = False) -> Any:
+def normalize(name: str, array: Any, *, is_written: bool = False, reads_later: bool = False) -> Any:
     """Return an input as a NumPy or CuPy array over the same memory; see `result_converter`.
 
     Parameters
@@ -44,6 +44,9 @@ def normalize(name: str, array: Any, *, is_written: bool = False) -> Any:
     is_written
         Whether the caller needs the memory itself, to write it or to read it again later. A
         tensor whose memory does not hold its values, such as a lazy negation, is then an error.
+    reads_later
+        Whether only later calls read the values of a tensor. While a CUDA graph is captured from
+        torch's stream, CuPy's stream then does not wait for it: the calls run on torch's stream.
 
     Returns
     -------
@@ -65,8 +68,8 @@ def normalize(name: str, array: Any, *, is_written: bool = False) -> Any:
             streams = two_streams(array)
         except ImportError as error:
             raise needs_cupy(name) from error
-        # No other stream can wait for a captured one. Calls with tensors run on it themselves.
-        if streams and not is_capturing():
+        # The legacy stream cannot wait for a stream that a CUDA graph is captured from.
+        if streams and not (reads_later and is_capturing()):
             order(*streams)
         return array
     if is_any_tensor(array) and array.is_cpu:
@@ -108,9 +111,9 @@ def no_array(name: str, value: Any) -> TypeError:
     )
 
 
-def read(name: str, array: Any, *, is_written: bool = False) -> Any:
+def read(name: str, array: Any, *, is_written: bool = False, reads_later: bool = False) -> Any:
     """Return `normalize(name, array)` as an array that NumPy's or CuPy's functions accept."""
-    return as_cupy(normalize(name, array, is_written=is_written))
+    return as_cupy(normalize(name, array, is_written=is_written, reads_later=reads_later))
 
 
 def on_torch_stream(name: str, tensor: Any) -> AbstractContextManager[Any]:

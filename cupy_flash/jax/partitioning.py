@@ -106,10 +106,10 @@ def with_explicit_axes(
 def _without_mesh() -> AbstractContextManager[Any]:
     """Return a context in which types of arrays do not say how the arrays are divided.
 
-    JAX may compile within `jax.set_mesh`. With types of its mesh, the sum over devices has a
-    division in its reduction, which XLA (JAX 0.11) refuses.
+    JAX may compile within `jax.set_mesh`. If types name its mesh, JAX adds a sharding to the
+    computation that adds two numbers in a sum over devices, and XLA (JAX 0.11) refuses it.
     """
-    if not hasattr(jax.sharding, "auto_axes"):
+    if not hasattr(jax.sharding, "use_abstract_mesh"):
         return nullcontext()
     context: AbstractContextManager[Any] = jax.sharding.use_abstract_mesh(
         jax.sharding.AbstractMesh((), ())

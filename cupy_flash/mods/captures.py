@@ -116,7 +116,7 @@ def read_capture(name: str, value: Any) -> tuple[Any, CaptureSpec]:
     if isinstance(value, (list, tuple)):
         raise TypeError(f"{name} is {kind_of(value)}; expected an array: pass np.array({name})")
     # Not copied, because calls read what the array holds at that time.
-    array = read(name, value, is_written=True)
+    array = read(name, value, is_written=True, reads_later=True)
     dtype = dtype_name(array)
     if dtype not in ELEMENT_TYPES or not array.dtype.isnative:
         raise TypeError(

@@ -136,9 +136,10 @@ def flash_attention_qkvpacked(
     if not isinstance(qkv, Tensor):
         raise TypeError(f"qkv is {kind_of(qkv)}; expected a tensor")
     layout = modifications.pop("layout", "bshd")  # type: ignore[typeddict-item]
+    parts = unbound(qkv) if qkv.is_nested else None
     check_qkv(qkv, layout)
     return flash_attention(
-        *(unbound(qkv) if qkv.is_nested else qkv.unbind(-3)),
+        *(parts or qkv.unbind(-3)),
         causal=causal,
         softmax_scale=softmax_scale,
         q_offset=q_offset,

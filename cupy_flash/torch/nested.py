@@ -96,7 +96,7 @@ def unbound(qkv: Any) -> tuple[Any, ...]:
         Unless the tensor has the jagged layout, and seqlen is its ragged axis.
     """
     _require_jagged("qkv", qkv)
-    if qkv.ndim != 5 or qkv._ragged_idx != 1:
+    if qkv.ndim != 5 or qkv._ragged_idx != 1 or qkv.shape[2] != 3:
         raise ValueError(
             f"qkv has shape {tuple(qkv.shape)}; expected (batch, seqlen, 3, heads, head_dim) with "
             "a ragged seqlen"

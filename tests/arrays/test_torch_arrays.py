@@ -25,6 +25,7 @@ from cupy_flash.calls.arguments import Arguments, in_field_order
 from cupy_flash.calls.gpu import forward as gpu_forward
 from cupy_flash.calls.gpu import prepared_calls, torch_autograd
 from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
+from cupy_flash.mods.captures import read_capture
 from cupy_flash.problem.gradient import ROWS
 from cupy_flash.reference import rows
 
@@ -244,10 +245,14 @@ def test_tensors_beside_arrays_of_cupy_are_ordered_with_their_stream(gpu):
 
 
 @pytest.mark.parametrize("is_capturing", [False, True])
-def test_no_stream_waits_for_a_captured_one_when_a_tensor_is_read(gpu, is_capturing):
+def test_no_stream_waits_for_a_captured_one_when_a_function_captures_a_tensor(gpu, is_capturing):
     gpu.stream, gpu.theirs, gpu.is_capturing = OURS, THEIRS, is_capturing
-    rows.read("q", qkv(gpu)["q"])
+    read_capture("table", qkv(gpu)["q"])
     assert gpu.order == ([] if is_capturing else [(OURS, THEIRS)])
+    gpu.order.clear()
+    # Whoever reads values must wait. Then CUDA reports that the stream is captured.
+    rows.read("q", qkv(gpu)["q"])
+    assert gpu.order == [(OURS, THEIRS)]
 
 
 def test_a_tensor_that_requires_gradients_is_refused_where_none_is_recorded(gpu):

@@ -106,8 +106,19 @@ def test_packed_queries_keys_and_values_may_be_nested(device: str) -> None:
     assert_close(out.values(), expected)
     gradients = torch.autograd.grad((expected * weights).sum(), parts)
     assert_close(found.values(), torch.cat(gradients))
-    with pytest.raises(ValueError, match=r"expected \(batch, seqlen, 3, heads, head_dim\)"):
-        ct.flash_attention_qkvpacked(qkv.transpose(1, 2))
+
+
+def test_nested_queries_keys_and_values_of_other_axes_are_refused(device: str) -> None:
+    parts = [torch.randn(n, 3, 2, 6, device=device) for n in (5, 1)]
+    qkv = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    ragged_heads = torch.nested.nested_tensor_from_jagged(
+        torch.randn(4, 3, 6, 6, device=device), qkv.offsets(), jagged_dim=3
+    )
+    for wrong in (qkv.transpose(1, 2), ragged_heads):
+        with pytest.raises(ValueError, match=r"head_dim\) with a ragged seqlen"):
+            ct.flash_attention_qkvpacked(wrong)
+    with pytest.raises(TypeError, match=r"layout torch\.strided; expected torch\.jagged"):
+        ct.flash_attention_qkvpacked(torch.nested.nested_tensor(parts))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -89,27 +89,31 @@ def _resumed(
 ) -> Generator[int | None, int, None]:
     """Call a function with each address that is sent; yield an error's address or None.
 
-    Python raises a pending signal when the generator resumes, within the inner `try` statement. A
-    second signal, while the first one is handled, is caught by the outer statement.
+    Python raises a pending signal when the generator resumes, or anywhere later. An exception is
+    handled at the begin of the innermost loop, within its `try` statement, so that any number of
+    further signals may be raised meanwhile. Python raises signals in calls and at the ends of
+    loops. So one that is raised after the first `except` clause is caught by the outer `try`
+    statement, and only a third one, within the same few instructions, would leave the generator.
     """
     result: int | None = None
+    error: BaseException | None = None
     while True:
         try:
             while True:
                 try:
                     while True:
+                        if error is not None:
+                            result, error = _failure(error), None
+                        set_busy(False)
                         address = yield result
                         set_busy(True)
                         result = call(address)
-                        set_busy(False)
                 except GeneratorExit:  # The process ends.
                     return
-                except BaseException as error:
-                    result = _failure(error)
-                    set_busy(False)
-        except BaseException as error:
-            result = _failure(error)
-            set_busy(False)
+                except BaseException as caught:
+                    error = caught
+        except BaseException as caught:
+            error = caught
 
 
 class _Handler(threading.local):

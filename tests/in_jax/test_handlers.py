@@ -14,6 +14,7 @@ from support.in_jax import run_program
 
 jax = pytest.importorskip("jax")
 cj = pytest.importorskip("cupy_flash.jax")
+handlers = pytest.importorskip("cupy_flash.jax.handlers")
 
 # Handlers that tests have registered: XLA cannot forget a name.
 names = (f"cupy_flash.test.{number}" for number in range(1000))
@@ -105,3 +106,23 @@ def test_signals_do_not_end_the_process() -> None:
 
 def test_the_process_may_end_before_its_computations() -> None:
     assert run_program("unfinished_calls", "cpu", JAX_PLATFORMS="cpu") == "all right\n"
+
+
+def test_any_number_of_signals_may_be_raised_while_an_error_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    signals = [KeyboardInterrupt()] * 5
+
+    def failure(error: BaseException) -> int:
+        if signals:
+            raise signals.pop()
+        return 7
+
+    def call(address: int) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(handlers, "_failure", failure)
+    generator = handlers._resumed(call, lambda is_busy: None)
+    next(generator)
+    assert [generator.send(3), generator.send(3)] == [7, 7]
+    assert not signals

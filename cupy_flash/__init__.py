@@ -13,6 +13,7 @@ from cupy_flash.api.check_mod import check_mod
 from cupy_flash.api.combine import combine
 from cupy_flash.api.dense import flash_attention, flash_attention_qkvpacked
 from cupy_flash.api.dropout_mask import dropout_mask
+from cupy_flash.api.jvp import flash_attention_jvp
 from cupy_flash.api.kvcache import flash_attention_with_kvcache
 from cupy_flash.api.plan import plan, plan_backward, plan_varlen, plan_with_kvcache
 from cupy_flash.api.quantize import quantize_kv
@@ -35,6 +36,7 @@ from cupy_flash.reference.gradients import attention_backward_reference
 from cupy_flash.reference.masks import plot_mask, seen_pairs
 from cupy_flash.reference.packed import attention_varlen_reference, attention_with_kvcache_reference
 from cupy_flash.reference.packed_gradients import attention_varlen_backward_reference
+from cupy_flash.reference.tangents import attention_jvp_reference
 from cupy_flash.reference.weights import attention_weights, plot_attention
 
 __version__ = "0.1.0"
@@ -52,6 +54,7 @@ __all__ = [
     "apply_rotary",
     "apply_rotary_vjp",
     "attention_backward_reference",
+    "attention_jvp_reference",
     "attention_reference",
     "attention_varlen_backward_reference",
     "attention_varlen_reference",
@@ -62,6 +65,7 @@ __all__ = [
     "dropout_mask",
     "flash_attention",
     "flash_attention_backward",
+    "flash_attention_jvp",
     "flash_attention_qkvpacked",
     "flash_attention_qkvpacked_backward",
     "flash_attention_qkvpacked_vjp",

@@ -151,9 +151,9 @@ class _Function(NamedTuple):
 
     @property
     def direction(self) -> str:
-        """Direction at the end of the name, "backward" or "vjp"; empty for forward functions."""
+        """Direction at the end of the name, such as "vjp"; empty for forward functions."""
         end = self.name.rpartition("_")[2]
-        return end if end in ("backward", "vjp") else ""
+        return end if end in ("backward", "jvp", "vjp") else ""
 
 
 def unexpected(

@@ -27,11 +27,7 @@ from cupy_flash.arrays.streams import on_stream
 from cupy_flash.arrays.strided import array_module, require_shape
 from cupy_flash.mods.keywords import with_offsets
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
-from cupy_flash.mods.on_arrays.score_derivatives import (
-    after_softcap,
-    apply_with_slope,
-    capture_gradients,
-)
+from cupy_flash.mods.on_arrays.score_derivatives import after_softcap, capture_gradients
 from cupy_flash.mods.on_arrays.scores import FIRST_PAIR, Pairs, Scores
 from cupy_flash.mods.shapes import refuse_other_lengths
 from cupy_flash.mods.slopes import with_captured_slopes
@@ -44,13 +40,13 @@ from cupy_flash.reference.rows import (
     Rows,
     as_bhsd,
     chunks_of_rows,
-    mask_scores,
     precision_of,
     resolve,
     sinks_of,
     sizes_of,
-    softmax_terms,
+    softmax_and_slope,
     to_bhsd,
+    visible_product,
 )
 
 if TYPE_CHECKING:
@@ -492,13 +488,13 @@ def gradient_formula(
         sink = sinks[rows.head]
         with np.errstate(all="ignore"):
             x = rows.scores(q, k, scale, compute, xp)
-            p, seen, slope, lse = _softmax(xp, x, rows, bound_mods, sink)
+            p, seen, slope, lse = softmax_and_slope(xp, x, rows, bound_mods, sink)
             q_rows, dout_rows = (size(rows.queries(a).astype(compute)) for a in (q, dout))
             k_rows, v_rows = (size(rows.keys(a).astype(compute)) for a in (k, v))
             kept = factors(bound_mods.dropout, rows.pairs, compute, xp)
             stored_p = arithmetic.rounded(p * kept)
             if out is None:
-                out_rows = arithmetic.rounded(_product(xp, stored_p, seen, v_rows))
+                out_rows = arithmetic.rounded(visible_product(xp, stored_p, seen, v_rows))
             else:
                 out_rows = rows.queries(out).astype(compute)
             # The output of a fully masked row is constant, so D is 0 whatever its dout holds.
@@ -519,60 +515,19 @@ def gradient_formula(
             stored_dx = arithmetic.rounded(dx)
             if "q" in into:
                 dq = rows.queries(into["q"])
-                dq += size(scale) * _product(xp, stored_dx, seen, k_rows)
+                dq += size(scale) * visible_product(xp, stored_dx, seen, k_rows)
             if "k" in into:
                 dk = rows.keys(into["k"])
-                dk += size(scale) * _product(xp, stored_dx.T, seen.T, q_rows)
+                dk += size(scale) * visible_product(xp, stored_dx.T, seen.T, q_rows)
             if "v" in into:
                 dv = rows.keys(into["v"])
-                dv += _product(xp, stored_p.T, seen.T, dout_rows)
+                dv += visible_product(xp, stored_p.T, seen.T, dout_rows)
             if "bias" in into:
                 _add_to_bias(into["bias"], rows, dt)
             if "sinks" in into:
                 of_sink = xp.where(sink == -np.inf, 0, xp.exp(sink - lse) * d)
                 into["sinks"][rows.head] -= of_sink.sum()
             _add_to_captures(xp, into, rows, x, dt, bound_mods.scores, arithmetic)
-
-
-def _softmax(
-    xp: Any, x: Any, rows: Rows, bound_mods: BoundModifications, sink: Any
-) -> tuple[Any, Any, Any | None, Any]:
-    """Compute the softmax of rows of scaled scores.
-
-    Returns
-    -------
-    p : array, shape (rows, keys)
-        Probabilities; 0 for masked pairs.
-    seen : bool array, shape (rows, keys)
-        True for visible pairs.
-    slope : array, broadcastable to p, or None
-        Derivatives of the modified scores, see `apply_with_slope`.
-    lse : array, shape (rows,)
-    """
-    if rows.end == 0:
-        return x, x == x, None, xp.broadcast_to(sink, x.shape[:1])
-    changed, slope = apply_with_slope(bound_mods.scores, x, rows.pairs, xp)
-    p = xp.empty_like(x)
-    # A score_mod that depends on fewer indices returns a smaller array, which broadcasts.
-    p[...] = changed
-    mask_scores(xp, p, rows.mask, rows.pairs.row[:, 0])
-    seen = p != -np.inf
-    lse, row_sum, _ = softmax_terms(xp, p, sink)
-    return xp.where(seen, p / row_sum, 0), seen, slope, lse
-
-
-def _product(xp: Any, weights: Any, seen: Any, rows: Any) -> Any:
-    """Return ``weights @ rows`` without masked pairs, whose weights are 0.
-
-    A row that holds NaN or inf is added separately, and only where `seen` is True.
-    """
-    odd = ~xp.isfinite(rows).all(axis=1)
-    if not bool(odd.any()):
-        return xp.matmul(weights, rows)
-    result = xp.matmul(weights[:, ~odd], rows[~odd])
-    for j in xp.flatnonzero(odd).tolist():
-        result += xp.where(seen[:, j, None], weights[:, j, None] * rows[j], 0)
-    return result
 
 
 def _add_to_bias(total: Any, rows: Rows, dt: Any) -> None:

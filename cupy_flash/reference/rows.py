@@ -22,6 +22,7 @@ from cupy_flash.arrays.strided import (
 )
 from cupy_flash.mods.keywords import FURTHEST
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
+from cupy_flash.mods.on_arrays.score_derivatives import apply_with_slope
 from cupy_flash.mods.on_arrays.scores import FIRST_PAIR, Pairs
 from cupy_flash.mods.shapes import Sizes
 from cupy_flash.problem.mask import Mask, masked_after, masked_before
@@ -278,3 +279,44 @@ def softmax_terms(xp: Any, scores: Any, sink: Any) -> tuple[Any, Any, Any]:
     row_sum = scores.sum(axis=-1, keepdims=True) + xp.exp(sink - base)
     row_lse = (row_max + xp.log(row_sum))[..., 0]
     return row_lse, xp.where(row_sum == 0, 1, row_sum), empty
+
+
+def softmax_and_slope(
+    xp: Any, x: Any, rows: Rows, bound_mods: BoundModifications, sink: Any
+) -> tuple[Any, Any, Any | None, Any]:
+    """Compute the softmax of rows of scaled scores.
+
+    Returns
+    -------
+    p : array, shape (rows, keys)
+        Probabilities; 0 for masked pairs.
+    seen : bool array, shape (rows, keys)
+        True for visible pairs.
+    slope : array, broadcastable to p, or None
+        Derivatives of the modified scores, see `apply_with_slope`.
+    lse : array, shape (rows,)
+    """
+    if rows.end == 0:
+        return x, x == x, None, xp.broadcast_to(sink, x.shape[:1])
+    changed, slope = apply_with_slope(bound_mods.scores, x, rows.pairs, xp)
+    p = xp.empty_like(x)
+    # A score_mod that depends on fewer indices returns a smaller array, which broadcasts.
+    p[...] = changed
+    mask_scores(xp, p, rows.mask, rows.pairs.row[:, 0])
+    seen = p != -np.inf
+    lse, row_sum, _ = softmax_terms(xp, p, sink)
+    return xp.where(seen, p / row_sum, 0), seen, slope, lse
+
+
+def visible_product(xp: Any, weights: Any, seen: Any, rows: Any) -> Any:
+    """Return ``weights @ rows`` without masked pairs, whose weights are 0.
+
+    A row that holds NaN or inf is added separately, and only where `seen` is True.
+    """
+    odd = ~xp.isfinite(rows).all(axis=1)
+    if not bool(odd.any()):
+        return xp.matmul(weights, rows)
+    result = xp.matmul(weights[:, ~odd], rows[~odd])
+    for j in xp.flatnonzero(odd).tolist():
+        result += xp.where(seen[:, j, None], weights[:, j, None] * rows[j], 0)
+    return result

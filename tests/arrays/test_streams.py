@@ -187,6 +187,8 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "attention_varlen_backward_reference": reference(
         "attention_varlen_backward_reference", 4, *SPANS
     ),
+    "attention_jvp_reference": reference("attention_jvp_reference", 6),
+    "flash_attention_jvp": reference("flash_attention_jvp", 6),
     "attention_weights": reference("attention_weights", 2),
     "attention_with_kvcache_reference": reference(
         "attention_with_kvcache_reference", 3, cache_seqlens=[2, 4]

@@ -59,6 +59,8 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "torch's name": lambda x: cupy_flash.scaled_dot_product_attention(x, x, x),
     "quantized": lambda x: cupy_flash.quantize_kv(x.float(), torch.int8)[1],
     "reference": lambda x: cupy_flash.attention_reference(x, x, x),
+    "tangent": lambda x: cupy_flash.flash_attention_jvp(x, x, x, x, x, x)[1],
+    "exact tangent": lambda x: cupy_flash.attention_jvp_reference(x, x, x, x, x, x)[1],
     "weights": lambda x: cupy_flash.attention_weights(x, x, queries=-1),
 }
 

@@ -12,10 +12,12 @@ from support.libraries import cupy_library, host_array
 
 from cupy_flash import (
     attention_backward_reference,
+    attention_jvp_reference,
     attention_reference,
     attention_varlen_reference,
     attention_weights,
     attention_with_kvcache_reference,
+    flash_attention_jvp,
     seen_pairs,
 )
 from cupy_flash.cli.measure.check import why_no_matmul
@@ -110,6 +112,7 @@ def test_modifications_of_host_queries_may_lie_on_a_gpu(
         (attention_reference, (q, k, v)),
         (attention_naive, (q, k, v)),
         (attention_backward_reference, (q, q, k, v)),
+        (attention_jvp_reference, (q, k, v, q)),
         (attention_weights, (q, k)),
     ):
         found = function(*inputs, **given, **{name: OnGpu(arrays[name])})
@@ -123,6 +126,18 @@ def test_scales_of_host_arrays_may_lie_on_a_gpu(rng: np.random.Generator) -> Non
     found = attention_reference(q, q, q, **dict.fromkeys(names, OnGpu(scale)))
     expected = attention_reference(q, q, q, **dict.fromkeys(names, scale))
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("function", [attention_jvp_reference, flash_attention_jvp])
+def test_tangents_of_two_memories_are_refused(function: Any, rng: np.random.Generator) -> None:
+    shapes = [(BATCH, QUERIES, HEADS, DIM), *[(BATCH, KEYS, HEADS_KV, DIM)] * 2] * 2
+    names = ("q", "k", "v", "q_tangent", "k_tangent", "v_tangent")
+    arrays = {n: rng.standard_normal(shape) for n, shape in zip(names, shapes, strict=True)}
+    for name in names[1:]:
+        with pytest.raises(TypeError, match=f"^q lies in host memory and {name} on a GPU; move"):
+            function(**arrays | {name: OnGpu(arrays[name])})
+    with pytest.raises(TypeError, match=r"^k lies in host memory and q on a GPU"):
+        function(**arrays | {"q": OnGpu(arrays["q"])})
 
 
 def dense(rng: Any, function: Callable[..., Any], *lengths: Any, **scales: Any) -> Any:
@@ -142,6 +157,10 @@ def dense(rng: Any, function: Callable[..., Any], *lengths: Any, **scales: Any) 
 
 def weights_of_two_rows(q: Any, k: Any, _: Any, **scales: Any) -> Any:
     return attention_weights(q, k, queries=[3, 1], heads=[2, 0], **scales)
+
+
+def with_tangents_of_inputs(q: Any, k: Any, v: Any) -> Any:
+    return attention_jvp_reference(q, k, v, q, k, v)
 
 
 def packed(rng: np.random.Generator, function: Callable[..., Any], **scales: Any) -> Any:
@@ -171,6 +190,7 @@ CALLS: dict[str, Callable[[np.random.Generator], Any]] = {
     "weights": lambda rng: dense(rng, weights_of_two_rows, k_scale=0.3),
     "naive": lambda rng: dense(rng, attention_naive, dtype=np.float32),
     "gradients": lambda rng: dense(rng, attention_backward_reference),
+    "tangents": lambda rng: dense(rng, with_tangents_of_inputs),
     "packed": lambda rng: packed(rng, attention_varlen_reference),
     "packed with scales": lambda rng: packed(rng, attention_varlen_reference, k_scale=0.3),
     "gradients of packed": lambda rng: packed(rng, attention_varlen_backward_reference),

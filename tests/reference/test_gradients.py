@@ -11,13 +11,18 @@ import numpy as np
 import pytest
 from support.comparisons import assert_all_close, assert_all_equal
 from support.foreign import Foreign
-from support.gradients.gradient_calls import KINDS, OF_MOD, GradientCall, random_gradient_call
+from support.gradients.gradient_calls import (
+    KINDS,
+    OF_MOD,
+    GradientCall,
+    random_gradient_call,
+    smooth_gradient_call,
+)
 
 from cupy_flash import ScoreMod, attention_backward_reference, attention_varlen_backward_reference
 from cupy_flash.reference import rows
 
 FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
-SMALL = {"head_dims": range(1, 9), "longest": (9, 17)}
 # Step of the difference quotients.
 STEP = 1e-4
 
@@ -69,14 +74,6 @@ def check_by_differences(call: GradientCall, rng: np.random.Generator) -> None:
             f"d{name} along a direction is {found:.12g}, by differences {expected:.12g}, allowed "
             f"{allowed:.3g}: {call}"
         )
-
-
-def smooth_gradient_call(rng: np.random.Generator, kind: str) -> GradientCall:
-    """Return a random small call whose score function is differentiable everywhere."""
-    while True:
-        call = random_gradient_call(rng, "float64", kind, **SMALL)
-        if call.forward.mods.get("score_mod", ("",))[0] != "relu":
-            return call
 
 
 @pytest.mark.parametrize("kind", KINDS)

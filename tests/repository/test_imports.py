@@ -14,7 +14,7 @@ MAY_IMPORT = {
     "flash_attn": {"torch", "calls", "arrays"},
     "torch": {"api", "calls", "differentiable", "folding", "arrays", "mods", "problem"},
     "parallel": {"api", "calls", "gpu", "arrays", "mods", "problem"},
-    "api": {"calls", "planning", "mods", "problem"},
+    "api": {"calls", "reference", "planning", "mods", "problem"},
     "jax": {
         *("api", "calls", "differentiable", "folding", "gpu"),
         *("planning", "arrays", "mods", "problem"),

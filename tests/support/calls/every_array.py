@@ -122,7 +122,7 @@ def functions_of(module: ModuleType) -> list[Callable[..., Any]]:
     return functions + [
         planned(f)
         for f in functions
-        if f.__name__.startswith("flash_attention") and not f.__name__.endswith("_vjp")
+        if f.__name__.startswith("flash_attention") and not f.__name__.endswith(("_jvp", "_vjp"))
     ]
 
 
@@ -280,6 +280,9 @@ class _World:
         if self.arguments.get("dout"):
             shape = (BATCH, ROWS, *rows) if self.kind == "qkvpacked" else found["q"].shape
             found["dout"] = self._values(*shape)
+        if "q_tangent" in self.arguments:
+            # Without any tangent, those of the results are 0 whatever a function computes.
+            found |= {f"{name}_tangent": self._values(*found[name].shape) for name in "qkv"}
         missing = {n for n, is_required in self.arguments.items() if is_required} - found.keys()
         assert missing <= {"out", "lse"}, f"{self.function.__name__}: no values of {missing}"
         return found
@@ -307,6 +310,10 @@ class _World:
             "score_mod": lambda _: {name: self._score_mod()},
             "mask_mod": lambda _: {name: self._mask_mod()},
             "dlse": lambda v: {name: self._values(*self._lse_shape(v), dtype=self.accumulator)},
+            **dict.fromkeys(
+                ("q_tangent", "k_tangent", "v_tangent"),
+                lambda v: {name: v[name]},
+            ),
             "out": lambda v: {name: self._poison(self._out_shape(v))},
             **dict.fromkeys(
                 ("dq", "dk", "dv", "dqkv"), lambda v: {name: self._poison(v[name[1:]].shape)}

@@ -7,6 +7,8 @@ Let u be half the eps of the inputs, and w the largest magnitude of an element o
   the output is off by at most 2 d w.
 - *Log-sum-exp*: `lse_bound` for the GPU, and once more for the CPU backend.
 - *Gradients*: the error rule of the gradients, `gradient_bound`.
+- *Tangents*: these calls sum at most a few hundred terms, of magnitudes up to ten times the largest
+  tangent, in float32 or float64. The result is rounded once.
 - *Rotated rows*: GPU and CPU round each element once, and gradients of rotated rows twice.
 - *8-bit numbers* and their scales: the same bits.
 - *Attention weights*: GPU and CPU compute them in float64, and each round once to float32.
@@ -58,6 +60,9 @@ def check_results(call: Call, found: Sequence[np.ndarray], expected: Sequence[np
     elif kind in ("quantize", "dropout_mask"):
         for array, right in zip(found, expected, strict=True):
             np.testing.assert_array_equal(array, right)
+    elif "_jvp" in name:
+        _check_forward(call.values, found[::2], expected[::2])
+        _check_tangents(found[1::2], expected[1::2])
     elif "backward" in name:
         _check_gradients(call.values, found, is_exact=name.startswith("attention"))
     elif name.endswith("_vjp"):
@@ -89,6 +94,16 @@ def _check_weights(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) 
     assert error <= bound, f"a weight is off by {error:.3g}, allowed {bound:.3g}"
     for indices, right in zip(keys, expected[1:], strict=True):
         np.testing.assert_array_equal(indices, right)
+
+
+def _check_tangents(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
+    for array, right in zip(found, expected, strict=True):
+        sums = np.float64 if array.dtype == np.float64 else np.float32
+        largest = float(np.abs(right.astype(np.float64)).max())
+        bound = float(np.finfo(array.dtype).eps) * largest
+        bound += 1000 * float(np.finfo(sums).eps) * max(largest, 1)
+        error = max_error(array, right)
+        assert error <= bound, f"a tangent is off by {error:.3g}, allowed {bound:.3g}"
 
 
 def check_stored(found: np.ndarray, expected: np.ndarray) -> None:

@@ -23,6 +23,8 @@ from support.calls.modified_calls import DTYPES, LONGEST, ModifiedCall, random_c
 
 KINDS = ("dense", "padded", "varlen")
 HEAD_DIMS = (1, 5, 8, 24, 32, 64, 72, 80, 96, 128, 160, 192, 256)
+# Sizes of calls whose results are compared with difference quotients.
+SMALL: dict[str, Any] = {"head_dims": range(1, 9), "longest": (9, 17)}
 ROWS = ("q", "k", "v")
 OF_MOD = "score_mod."
 # Captures of the gallery's functions that have gradients.
@@ -341,6 +343,14 @@ def random_gradient_call(
         call.places = {name: str(rng.choice(PLACES)) for name in (*ROWS, "dout")}
         call.places |= {f"d{name}": str(rng.choice(PLACES_OF_RESULTS)) for name in ROWS}
     return call
+
+
+def smooth_gradient_call(rng: np.random.Generator, kind: str) -> GradientCall:
+    """Return a random small call whose score function is differentiable everywhere."""
+    while True:
+        call = random_gradient_call(rng, "float64", kind, **SMALL)
+        if call.forward.mods.get("score_mod", ("",))[0] != "relu":
+            return call
 
 
 def _of_results(

@@ -1,0 +1,118 @@
+"""Public function that computes attention together with its tangent (forward-mode derivative)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cupy_flash.opaque import opaque
+from cupy_flash.reference.tangents import Tangents, in_precision_of_inputs
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cupy_flash.mods.keywords import Modifications
+
+
+@opaque
+def flash_attention_jvp(
+    q: Any,
+    k: Any,
+    v: Any,
+    q_tangent: Any = None,
+    k_tangent: Any = None,
+    v_tangent: Any = None,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    q_offset: Any = None,
+    layout: str = "bshd",
+    return_lse: bool = False,
+    stream: Any | None = None,
+    **modifications: Unpack[Modifications],
+) -> tuple[Any, ...]:
+    """Compute `flash_attention` and its tangent, the derivative along a direction in q, k and v.
+
+    The axes are (batch, seqlen, heads, head_dim). Arrays (batch, heads, seqlen, head_dim), as
+    PyTorch has them, need layout="bhsd": without it heads and seqlen are silently confused.
+
+    Parameters
+    ----------
+    q : array, shape (batch, seqlen_q, heads_q, head_dim)
+        Queries in float16, bfloat16, float32 or float64, of any array type and with any batch axes
+        that `flash_attention` takes.
+    k : array, shape (batch, seqlen_k, heads_kv, head_dim)
+        Keys, with the dtype and the array type of q.
+    v : array, shape (batch, seqlen_k, heads_kv, head_dim_v)
+        Values, with the dtype and the array type of q.
+    q_tangent, k_tangent, v_tangent : arrays, optional
+        Tangents of q, k and v, with the shapes, the dtype and the array type of these arrays. A
+        missing tangent counts as zeros, and takes no time.
+    causal, softmax_scale, q_offset, layout, stream
+        See `flash_attention`; all arrays have the layout of q.
+    return_lse : bool
+        Whether to return the log-sum-exp of each query row and its tangent, too.
+    **modifications
+        Masks and changes of scores, see `Modifications`. They have no tangents.
+
+    Returns
+    -------
+    out : array, shape (batch, seqlen_q, heads_q, head_dim_v)
+        Output, with the array type and dtype of q. Queries that attend to no key have 0.
+    out_tangent : array, shape (batch, seqlen_q, heads_q, head_dim_v)
+        Tangent of the output, with the array type and dtype of q.
+    lse : float32 or float64 array, shape (batch, heads_q, seqlen_q)
+        Log-sum-exp, natural logarithm; float64 for float64 inputs. Only with ``return_lse``.
+    lse_tangent : float32 or float64 array, shape (batch, heads_q, seqlen_q)
+        Tangent of the log-sum-exp, with the dtype of lse. Only with ``return_lse``.
+
+    Raises
+    ------
+    TypeError
+        If an input is not an array, has a wrong dtype or is in other memory than q, or a
+        modification has a wrong type.
+    ValueError
+        If the shapes or the layout are wrong, or the shape of a modification does not fit.
+    UnsupportedError
+        If `stream` is given, and no GPU can be used.
+
+    Notes
+    -----
+    There is no fused kernel for tangents yet. The call computes with operations of NumPy or CuPy
+    on the device of its inputs, in chunks of query rows, so that its memory grows with the lengths
+    of the sequences rather than with their product. All sums are float32, or float64 for float64
+    inputs. On a GPU, the call reads and writes the scores of each chunk several times, and waits
+    for the GPU between chunks, so it takes many times as long as `flash_attention` and cannot be
+    captured in a CUDA graph.
+
+    Masked pairs affect no result, whatever their keys, values and tangents hold. A query that
+    attends to no key has tangents of 0, and one that attends to a single key has exactly the
+    tangent of its value.
+
+    References
+    ----------
+    Lu and Song, "Simplifying, Stabilizing and Scaling Continuous-Time Consistency Models" (2024),
+    derive the tangent of attention that is computed in tiles.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupy_flash import flash_attention_jvp
+    >>> q = k = np.ones((1, 2, 1, 4), np.float32)
+    >>> v = np.arange(8, dtype=np.float32).reshape(1, 2, 1, 4)
+    >>> k_tangent = np.zeros_like(k)
+    >>> k_tangent[0, 1] = 1
+    >>> out, out_tangent = flash_attention_jvp(q, k, v, k_tangent=k_tangent)
+    >>> out_tangent[0, 0, 0]
+    array([2., 2., 2., 2.], dtype=float32)
+    """
+    return in_precision_of_inputs(
+        *(q, k, v),
+        Tangents(q_tangent, k_tangent, v_tangent),
+        causal=causal,
+        softmax_scale=softmax_scale,
+        q_offset=q_offset,
+        layout=layout,
+        return_lse=return_lse,
+        stream=stream,
+        modifications=modifications,
+    )

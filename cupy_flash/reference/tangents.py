@@ -1,0 +1,313 @@
+"""Formula of the tangents of attention, its derivative along a direction in q, k and v.
+
+With x = softmax_scale * q k', t the modified score of x, and P = exp(t - lse), a dot marks a
+tangent:
+
+    x. = softmax_scale * (q. k' + q k.')        t. = x. * dt/dx
+    lse. = rowsum(P * t.)                       out. = (P * R * (t. - lse.)) v + (P * R) v.
+
+R are the factors of dropout on the weights: 0 or 1 / (1 - dropout_p), and 1 without dropout. A row
+that attends to one key has t. = lse. exactly, so that its output has exactly the tangent of the
+value.
+
+Lu and Song, "Simplifying, Stabilizing and Scaling Continuous-Time Consistency Models" (2024),
+compute the same sums while they iterate over tiles of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from cupy_flash.arrays.kinds import read, result_converter
+from cupy_flash.arrays.streams import on_stream
+from cupy_flash.arrays.strided import (
+    array_module,
+    dtype_name,
+    is_cupy,
+    require_float,
+    require_shape,
+)
+from cupy_flash.mods.keywords import with_offsets
+from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
+from cupy_flash.mods.shapes import refuse_other_lengths
+from cupy_flash.opaque import opaque
+from cupy_flash.reference.dropout import factors
+from cupy_flash.reference.eight_bits import widened
+from cupy_flash.reference.modifications import fitting_modifications
+from cupy_flash.reference.rows import (
+    Rows,
+    as_bhsd,
+    chunks_of_rows,
+    from_bhsd,
+    precision_of,
+    resolve,
+    sinks_of,
+    sizes_of,
+    softmax_and_slope,
+    to_bhsd,
+    visible_product,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cupy_flash.mods.keywords import Modifications
+
+
+class Tangents(NamedTuple):
+    """Tangents of q, k and v, with the shapes of these arrays; None for a tangent of zeros."""
+
+    q: Any
+    k: Any
+    v: Any
+
+
+@opaque
+def attention_jvp_reference(
+    q: Any,
+    k: Any,
+    v: Any,
+    q_tangent: Any = None,
+    k_tangent: Any = None,
+    v_tangent: Any = None,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    q_offset: Any = None,
+    layout: str = "bshd",
+    return_lse: bool = False,
+    stream: Any | None = None,
+    **modifications: Unpack[Modifications],
+) -> tuple[Any, ...]:
+    """Compute attention and its tangent in float64 by the plain formula.
+
+    The axes are (batch, seqlen, heads, head_dim). Arrays (batch, heads, seqlen, head_dim), as
+    PyTorch has them, need layout="bhsd": without it heads and seqlen are silently confused.
+
+    The tangent is the derivative of the output as q, k and v move along their tangents. The scores
+    are computed in chunks, as in `cupy_flash.attention_reference`.
+
+    Parameters
+    ----------
+    q, k, v
+        See `cupy_flash.attention_reference`.
+    q_tangent, k_tangent, v_tangent : arrays, optional
+        Tangents of q, k and v, with the shapes and the array type of these arrays and any float
+        dtype. A missing tangent counts as zeros, and takes no time.
+    causal, softmax_scale, q_offset, layout, return_lse, stream
+        See `cupy_flash.attention_reference`; all arrays have the layout of q.
+    **modifications
+        Masks and changes of scores, see `cupy_flash.Modifications`. They have no tangents.
+
+    Returns
+    -------
+    out : float64 array, shape (batch, seqlen_q, heads_q, head_dim_v)
+        Output, in the layout of the inputs.
+    out_tangent : float64 array, shape (batch, seqlen_q, heads_q, head_dim_v)
+        Tangent of the output.
+    lse : float64 array, shape (batch, heads_q, seqlen_q)
+        Log-sum-exp, natural logarithm; only with ``return_lse``.
+    lse_tangent : float64 array, shape (batch, heads_q, seqlen_q)
+        Tangent of the log-sum-exp; only with ``return_lse``.
+
+    Raises
+    ------
+    TypeError
+        If an input is not an array, a tangent is in other memory than q, or a modification has a
+        wrong type.
+    ValueError
+        If the shapes or the layout are wrong, or the shape of a modification does not fit.
+    UnsupportedError
+        If `stream` is given, and no GPU can be used.
+
+    Notes
+    -----
+    A (query, key) pair is masked if a mask hides the key, or if its score is -inf for any other
+    reason. Masked pairs are left out of all sums, so that NaN and inf in masked keys, values and
+    their tangents affect no result. A query that attends to no key has the output 0 and the
+    log-sum-exp -inf or its sink, with tangents of 0. Among visible pairs, NaN and inf propagate as
+    in the formula.
+
+    Where a function is not differentiable, the tangent uses the same derivative as the gradients.
+    """
+    return _dense_call(
+        *(q, k, v),
+        Tangents(q_tangent, k_tangent, v_tangent),
+        exact=True,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        q_offset=q_offset,
+        layout=layout,
+        return_lse=return_lse,
+        stream=stream,
+        modifications=modifications,
+    )
+
+
+def in_precision_of_inputs(
+    q: Any, k: Any, v: Any, tangents: Tangents, **options: Any
+) -> tuple[Any, ...]:
+    """Compute `attention_jvp_reference` in float32, or in float64 for float64 inputs.
+
+    Parameters
+    ----------
+    q, k, v, tangents
+        Arrays of one dtype, which is that of out and its tangent.
+    **options
+        Other arguments, with `modifications` as a mapping.
+
+    Raises
+    ------
+    TypeError
+        If the dtypes differ, or are not those of `cupy_flash.flash_attention`.
+    """
+    return _dense_call(q, k, v, tangents, exact=False, **options)
+
+
+def _dense_call(
+    q: Any,
+    k: Any,
+    v: Any,
+    tangents: Tangents,
+    *,
+    exact: bool,
+    causal: bool,
+    softmax_scale: float | None,
+    q_offset: Any,
+    layout: str,
+    return_lse: bool,
+    stream: Any,
+    modifications: Mapping[str, Any],
+) -> tuple[Any, ...]:
+    """Return the results of a public function; `exact` tells that they are float64."""
+    with on_stream(stream, q):
+        convert = result_converter("q", q)
+        q_offset, others = with_offsets(q_offset, modifications)
+        refuse_other_lengths(others.get, "dense")
+        (q, k, v), tangents = _read_all(q, k, v, tangents)
+        batch, dtype = q.shape[:-3], np.dtype(np.float64) if exact else q.dtype
+        if not exact:
+            _require_dtypes(q, k, v, tangents)
+        q, k, v = map(widened, as_bhsd(q, k, v, layout))
+        out, out_tangent, *of_rows = tangent_formula(
+            *(q, k, v),
+            Tangents(*(None if x is None else to_bhsd(widened(x), layout) for x in tangents)),
+            compute=precision_of(dtype),
+            causal=causal,
+            softmax_scale=softmax_scale,
+            q_offset=q_offset,
+            bound_mods=fitting_modifications(others, q, sizes_of(q, k), causal=causal),
+        )
+        with np.errstate(all="ignore"):
+            results = [x.astype(dtype, copy=False) for x in (out, out_tangent)]
+        results = [from_bhsd(x, layout, batch) for x in results]
+        if return_lse:
+            results += [x.reshape(*batch, *x.shape[1:]) for x in of_rows]
+        return tuple(map(convert, results))
+
+
+def _read_all(q: Any, k: Any, v: Any, tangents: Tangents) -> tuple[tuple[Any, Any, Any], Tangents]:
+    """Return arrays and tangents of any type as `read` does.
+
+    Raises
+    ------
+    TypeError
+        If an argument is not an array, or not in the same memory as q.
+    ValueError
+        If a tangent has another shape than its array.
+    """
+    arrays = {name: read(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
+    given = {
+        name: None if x is None else read(f"{name}_tangent", x)
+        for name, x in tangents._asdict().items()
+    }
+    every = {**arrays, **{f"{n}_tangent": x for n, x in given.items() if x is not None}}
+    for name, array in every.items():
+        if is_cupy(array) != is_cupy(arrays["q"]):
+            host, device = ("q", name) if is_cupy(array) else (name, "q")
+            raise TypeError(f"{host} lies in host memory and {device} on a GPU; move one of them")
+    for name, tangent in given.items():
+        if tangent is not None:
+            require_shape(f"{name}_tangent", tangent, tuple(arrays[name].shape), f"that of {name}")
+    return (arrays["q"], arrays["k"], arrays["v"]), Tangents(**given)
+
+
+def _require_dtypes(q: Any, k: Any, v: Any, tangents: Tangents) -> None:
+    """Raise TypeError unless all arrays have one of the dtypes of `flash_attention`."""
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        require_float(name, array)
+    dtype, *others = (dtype_name(array) for array in (q, k, v))
+    if others != [dtype] * 2:
+        raise TypeError(f"q, k and v must have one dtype, but are {dtype}, {' and '.join(others)}")
+    for name, tangent in tangents._asdict().items():
+        if tangent is not None and dtype_name(tangent) != dtype:
+            raise TypeError(f"{name}_tangent has dtype {tangent.dtype}; expected {dtype}, as q has")
+
+
+def tangent_formula(
+    q: Any,
+    k: Any,
+    v: Any,
+    tangents: Tangents,
+    *,
+    compute: np.dtype[Any],
+    causal: bool,
+    softmax_scale: float | None,
+    q_offset: int | None,
+    bound_mods: BoundModifications,
+) -> tuple[Any, Any, Any, Any]:
+    """Return out, its tangent, lse and its tangent of (batch, heads, seqlen, dim) arrays.
+
+    All sums are computed in the dtype `compute`, that of the results.
+    """
+    xp = array_module(q)
+    batch, heads_q, seqlen_q, _ = q.shape
+    scale, visible = resolve(q, k, softmax_scale, causal, q_offset)
+    sinks = sinks_of(xp, bound_mods, heads_q, compute)
+    out, out_tangent = (xp.zeros((batch, heads_q, seqlen_q, v.shape[3]), compute) for _ in range(2))
+    lse, lse_tangent = (xp.zeros((batch, heads_q, seqlen_q), compute) for _ in range(2))
+    lse[...] = sinks[:, None]
+    for rows in chunks_of_rows(xp, q, k, visible, bound_mods):
+        if rows.end == 0:
+            continue
+        with np.errstate(all="ignore"):
+            x = rows.scores(q, k, scale, compute, xp)
+            p, seen, slope, row_lse = softmax_and_slope(xp, x, rows, bound_mods, sinks[rows.head])
+            rows.queries(lse)[...] = row_lse
+            weights = p * factors(bound_mods.dropout, rows.pairs, compute, xp)
+            v_rows = rows.keys(v).astype(compute)
+            rows.queries(out)[...] = visible_product(xp, weights, seen, v_rows)
+            if tangents.v is not None:
+                v_tangent = rows.keys(tangents.v).astype(compute)
+                rows.queries(out_tangent)[...] = visible_product(xp, weights, seen, v_tangent)
+            dx = _score_tangents(rows, q, k, tangents, scale, compute, xp)
+            if dx is not None:
+                dt = xp.where(seen, dx if slope is None else dx * slope, 0)
+                mean = (p * dt).sum(axis=1)
+                rows.queries(lse_tangent)[...] = mean
+                weights *= dt - mean[:, None]
+                rows.queries(out_tangent)[...] += visible_product(xp, weights, seen, v_rows)
+    return out, out_tangent, lse, lse_tangent
+
+
+def _score_tangents(
+    rows: Rows,
+    q: Any,
+    k: Any,
+    tangents: Tangents,
+    scale: float,
+    compute: np.dtype[Any],
+    xp: Any,
+) -> Any:
+    """Return the tangents of the scaled scores, (rows, keys); None if they are all zeros."""
+    if tangents.q is None and tangents.k is None:
+        return None
+    if tangents.k is None:
+        return rows.scores(tangents.q, k, scale, compute, xp)
+    result = rows.scores(q, tangents.k, scale, compute, xp)
+    if tangents.q is not None:
+        result += rows.scores(tangents.q, k, scale, compute, xp)
+    return result

@@ -1,0 +1,444 @@
+"""Tangents of attention, compared with difference quotients, gradients and the error rule."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support.calls.modified_calls import ModifiedCall
+from support.comparisons import assert_all_close, assert_all_equal, peak_memory
+from support.foreign import Foreign
+from support.gradients.gradient_calls import (
+    GradientCall,
+    random_gradient_call,
+    smooth_gradient_call,
+)
+
+import cupy_flash
+from cupy_flash import (
+    MaskMod,
+    ScoreMod,
+    attention_backward_reference,
+    attention_jvp_reference,
+    attention_reference,
+    attention_weights,
+    flash_attention_jvp,
+)
+from cupy_flash.reference import rows
+from cupy_flash.reference.dense import error_bound, max_error
+
+KINDS = ("dense", "padded")
+FUNCTIONS = pytest.mark.parametrize("function", [attention_jvp_reference, flash_attention_jvp])
+# Step of the difference quotients.
+STEP = 1e-4
+
+
+def tangents_of(arrays: Any, rng: np.random.Generator) -> list[np.ndarray]:
+    """Return a random direction; it is NaN where the arrays are, as padding is."""
+    found = [rng.standard_normal(x.shape).astype(x.dtype) for x in arrays]
+    for tangent, array in zip(found, arrays, strict=True):
+        tangent[np.isnan(array)] = np.nan
+    return found
+
+
+def size_of(x: np.ndarray) -> float:
+    """Return the largest finite magnitude, at least 1."""
+    return float(np.abs(x[np.isfinite(x)]).max(initial=1))
+
+
+# ---- The definition
+
+
+def check_by_differences(call: GradientCall, rng: np.random.Generator, find: Callable) -> None:
+    """Compare out, lse and their tangents with the forward reference and its differences."""
+    inputs, options = call.forward.given(np)
+    direction = tangents_of(inputs, rng)
+    options["return_lse"] = True
+    out, out_tangent, lse, lse_tangent = find(*inputs, *direction, **options)
+    expected = attention_reference(*inputs, **options)
+    scores, values = size_of(expected[1]), size_of(inputs[2])
+    assert_all_close((out, lse), expected, rtol=0, atol=1e-14 * scores * values)
+
+    def quotients(step: float) -> list[np.ndarray]:
+        above, below = (
+            attention_reference(
+                *(x + sign * step * t for x, t in zip(inputs, direction, strict=True)), **options
+            )
+            for sign in (1, -1)
+        )
+        # The log-sum-exp of a row without keys is -inf at both ends.
+        return [
+            np.where(np.isfinite(x), x - y, 0) / (2 * step)
+            for x, y in zip(above, below, strict=True)
+        ]
+
+    with np.errstate(invalid="ignore"):
+        both = zip(quotients(STEP), quotients(STEP / 2), (out_tangent, lse_tangent), strict=True)
+    for (wide, narrow, found), name in zip(both, ("out", "lse"), strict=True):
+        # Richardson extrapolation leaves an error of the fourth power of the step, below 1% of
+        # its correction. Results have errors of some 50 ulps, divided by twice the step.
+        right = narrow + (narrow - wide) / 3
+        allowed = np.abs(narrow - wide).max(initial=0) / 100
+        allowed += 50 * 2.0**-52 * scores * values / STEP
+        error = np.abs(found - right).max(initial=0)
+        assert error <= allowed, f"tangent of {name} off by {error:.3g} > {allowed:.3g}: {call}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("number", range(30))
+def test_tangents_are_what_differences_say(kind: str, number: int, rng: Any) -> None:
+    check_by_differences(smooth_gradient_call(rng, kind), rng, attention_jvp_reference)
+
+
+@pytest.mark.parametrize("i", [1, 3])
+def test_differences_tell_tangents_apart_that_are_almost_right(i: int, rng: Any) -> None:
+    def find(*arrays: Any, **options: Any) -> list[np.ndarray]:
+        results = list(attention_jvp_reference(*arrays, **options))
+        largest.append(np.abs(results[i]).max(initial=0))
+        results[i].flat[np.abs(results[i]).argmax()] *= 1 + 1e-4
+        return results
+
+    largest: list[float] = []
+    while True:
+        call = smooth_gradient_call(rng, "dense")
+        arrays = call.forward.arrays
+        if arrays["q"].size and min(arrays["k"].shape[1:3]) > 1:
+            break
+    # Without masks, some row attends to several keys, so that no tangent is 0 everywhere.
+    names = {"causal", "softmax_scale", "layout"}
+    call.forward.mods.clear()
+    call.forward.options = {n: x for n, x in call.forward.options.items() if n in names}
+    call.forward.options["softmax_scale"] = 0.5
+    call.forward.arrays = {n: x for n, x in arrays.items() if n in "qkv"}
+    with pytest.raises(AssertionError, match=r"tangent of (out|lse) off by"):
+        check_by_differences(call, rng, find)
+    assert largest[0] > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("number", range(30))
+def test_gradients_are_the_transpose_of_tangents(kind: str, number: int, rng: Any) -> None:
+    call = random_gradient_call(rng, "float64", kind, head_dims=(1, 5, 24), longest=(30, 60))
+    inputs, options = call.forward.given(np)
+    direction = tangents_of(inputs, rng)
+    results = attention_jvp_reference(*inputs, *direction, **options, return_lse=True)
+    _, out_tangent, lse, lse_tangent = results
+    dout, dlse = (rng.standard_normal(x.shape) for x in (out_tangent, lse_tangent))
+    gradients = attention_backward_reference(
+        dout, *inputs, dlse=dlse, wrt=("q", "k", "v"), **options
+    )
+    terms = [(dout * out_tangent).ravel(), (dlse * lse_tangent).ravel()]
+    # The gradients of padding are 0, and its tangents NaN.
+    pulled = [
+        np.where(gradient == 0, 0, gradient * tangent).ravel()
+        for gradient, tangent in zip(gradients, direction, strict=True)
+    ]
+    left, right = np.concatenate(terms), np.concatenate(pulled)
+    size = np.abs(left).sum() + np.abs(right).sum()
+    assert np.isfinite(size)
+    allowed = 1e-12 * size_of(lse) * max(size, 1)
+    assert abs(left.sum() - right.sum()) <= allowed, str(call)
+
+
+def test_every_modification_is_part_of_the_definition(rng: Any) -> None:
+    """The random calls above may lack one; this call has most of them at once."""
+    q, k, v = (rng.standard_normal((2, n, h, 8)) for n, h in ((7, 4), (11, 2), (11, 2)))
+    options: dict[str, Any] = {
+        "causal": True,
+        "window_size": (3, None),
+        "prefix_lens": [2, 0],
+        "q_offset": [3, 5],
+        "softcap": 3.0,
+        "softmax_scale": 0.6,
+        "alibi_slopes": rng.random(4),
+        "bias": rng.standard_normal((2, 1, 7, 11)),
+        "mask": rng.random((1, 4, 7, 11)) < 0.8,
+        "sinks": rng.standard_normal(4),
+        "dropout_p": 0.25,
+        "dropout_seed": [5, 1],
+        "score_mod": ScoreMod(
+            lambda score, h, j, gain, shift: gain[h] * score * score + np.sin(score) * shift[j],
+            gain=rng.random(4),
+            shift=rng.standard_normal(11),
+        ),
+        "mask_mod": MaskMod(lambda i, j: (i + j) % 4 != 1),
+    }
+    call = GradientCall(ModifiedCall("dense", "float64", {"q": q, "k": k, "v": v}, options), q)
+    check_by_differences(call, rng, attention_jvp_reference)
+    direction = tangents_of((q, k, v), rng)
+    found = attention_jvp_reference(q, k, v, *direction, **options)
+    for name in options.keys() - {"dropout_seed"}:
+        left = {n: x for n, x in options.items() if n != name}
+        other = attention_jvp_reference(q, k, v, *direction, **left)
+        assert np.abs(found[1] - other[1]).max() > 1e-3, name
+
+
+# ---- Precision
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("number", range(10))
+def test_results_obey_the_error_rule(dtype: str, number: int, rng: Any) -> None:
+    call = random_gradient_call(rng, dtype, "dense", head_dims=(5, 24, 64), longest=(60, 90))
+    inputs, options = call.forward.given(np)
+    direction = tangents_of(inputs, rng)
+    results = flash_attention_jvp(*inputs, *direction, **options, return_lse=True)
+    exact = attention_jvp_reference(*inputs, *direction, **options, return_lse=True)
+    compute = np.dtype(np.float64 if dtype == "float64" else np.float32)
+    assert [x.dtype for x in results] == [inputs[0].dtype] * 2 + [compute] * 2
+    call.forward.compare(results[0], results[2])
+    sizes = tangent_sizes(inputs, direction, options)
+    # With sinks, the scores of keys may be larger than the log-sum-exp.
+    _, lse = attention_reference(*inputs, **options | {"sinks": None}, return_lse=True)
+    ulps = 4 * largest_product(inputs, options) * float(np.finfo(compute).eps)
+    for found, right, size in zip(results[1::2], exact[1::2], sizes, strict=True):
+        # The bound is that of gradients: a few ulps of the result, and of the sum of the
+        # magnitudes of its terms, which may cancel. Scores have errors of ulps of their products.
+        bound = error_bound(right, right, found.dtype)
+        bound += error_bound(size, size, compute, lse=lse) + ulps * size.max(initial=0)
+        error = max_error(found, right)
+        assert error <= bound, f"off by {error:.3g}, allowed {bound:.3g}: {call}"
+        if dtype in ("float32", "float64") and size.max(initial=0) > 1e-6:
+            # The bound would find the roundings of a coarser dtype.
+            assert bound <= 1000 * float(np.finfo(compute).eps) * size.max()
+
+
+def wide(x: np.ndarray, options: dict[str, Any], heads: int | None = None) -> np.ndarray:
+    """Return magnitudes (batch, heads, seqlen, dim) in float64, with KV heads repeated."""
+    magnitudes = np.abs(x.astype(np.float64))
+    if options.get("layout") != "bhsd":
+        magnitudes = magnitudes.swapaxes(1, 2)
+    return magnitudes if heads is None else magnitudes.repeat(heads // magnitudes.shape[1], 1)
+
+
+def largest_product(inputs: Any, options: dict[str, Any]) -> float:
+    """Return the largest sum of magnitudes of the products that a scaled score is the sum of."""
+    q = wide(inputs[0], options)
+    k = wide(inputs[1], options, q.shape[1])
+    scale = options.get("softmax_scale")
+    scale = q.shape[-1] ** -0.5 if scale is None else abs(scale)
+    return float(scale * (q @ k.swapaxes(2, 3)).max(initial=0))
+
+
+def tangent_sizes(
+    inputs: Any, direction: Any, options: dict[str, Any]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sums of magnitudes of all terms of the tangents of out and of lse."""
+    q, q_tangent = (wide(x[0], options) for x in (inputs, direction))
+    k, v, k_tangent, v_tangent = (
+        wide(x, options, q.shape[1]) for x in (*inputs[1:], *direction[1:])
+    )
+    scale = options.get("softmax_scale")
+    scale = q.shape[-1] ** -0.5 if scale is None else abs(scale)
+    # The functions of the gallery have slopes of at most 1.5.
+    of_scores = 1.5 * scale * (q_tangent @ k.swapaxes(2, 3) + q @ k_tangent.swapaxes(2, 3))
+    exact = [x.astype(np.float64) for x in inputs[:2]]
+    kept = attention_weights(*exact, **options)
+    weights = attention_weights(*exact, **options | {"dropout_p": 0})
+    mean = (weights * of_scores).sum(axis=-1, keepdims=True)
+    of_out = (kept * (of_scores + mean)) @ v + kept @ v_tangent
+    return of_out if options.get("layout") == "bhsd" else of_out.swapaxes(1, 2), mean[..., 0]
+
+
+# ---- Edge cases
+
+
+def random_arrays(
+    rng: np.random.Generator, seqlens: tuple[int, int] = (11, 23), dtype: Any = np.float64
+) -> list[np.ndarray]:
+    """Return q, k, v and their tangents: batch 2, 4 query heads, 2 KV heads, dims 8 and 5."""
+    shapes = [(seqlens[0], 4, 8), (seqlens[1], 2, 8), (seqlens[1], 2, 5)] * 2
+    return [rng.standard_normal((2, *shape)).astype(dtype) for shape in shapes]
+
+
+@FUNCTIONS
+def test_what_is_hidden_leaves_no_trace(function: Any, rng: Any) -> None:
+    arrays = random_arrays(rng)
+    # The first rows attend to no key, and no row attends to key 7. Key 9 is hidden from some rows.
+    mask = rng.random((11, 23)) < 0.7
+    mask[:3] = mask[:, 7] = mask[5:, 9] = False
+    mask[4, 9] = True
+    bias = rng.standard_normal((2, 4, 11, 23))
+    options = {"mask": mask, "return_lse": True}
+    expected = function(*arrays, bias=bias, **options)
+    for i in (0, 3):
+        arrays[i][:, :3] = rng.choice([np.nan, np.inf])
+    for i in (1, 2, 4, 5):
+        arrays[i][:, 7] = rng.choice([np.nan, -np.inf])
+    bias[..., ~mask] = np.nan
+    assert_all_equal(function(*arrays, bias=bias, **options), expected)
+    out, out_tangent, lse, lse_tangent = expected
+    assert (lse[..., :3] == -np.inf).all()
+    assert not any(x[:, :3].any() for x in (out, out_tangent))
+    assert not lse_tangent[..., :3].any()
+    # NaN in each array of key 9 reaches the rows that attend to it, and no other.
+    for i in (1, 2, 4, 5):
+        poisoned = [x.copy() for x in arrays]
+        poisoned[i][:, 9] = np.nan
+        found = function(*poisoned, bias=bias, **options)
+        assert np.isnan(found[1][:, 4]).all()
+        for one, other in zip(found[:2], expected[:2], strict=True):
+            np.testing.assert_array_equal(one[:, 5:], other[:, 5:])
+        assert_all_equal([x[..., 5:] for x in found[2:]], [x[..., 5:] for x in expected[2:]])
+
+
+@FUNCTIONS
+def test_rows_without_keys_have_the_log_sum_exp_of_their_sink(function: Any, rng: Any) -> None:
+    arrays = random_arrays(rng, (5, 3))
+    sinks = np.array([0.5, -2, -np.inf, 3])
+    results = function(*arrays, causal=True, sinks=sinks, return_lse=True)
+    out, out_tangent, lse, lse_tangent = results
+    # The offset is -2, so that two rows attend to no key.
+    np.testing.assert_array_equal(lse[..., :2], np.broadcast_to(sinks[:, None], (2, 4, 2)))
+    for x in (out[:, :2], out_tangent[:, :2], lse_tangent[..., :2]):
+        assert not x.any()
+    assert all(x.all() for x in (out[:, 2:], out_tangent[:, 2:], lse_tangent[..., 2:]))
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_a_row_with_one_key_has_the_tangent_of_its_value(
+    function: Any, dtype: Any, rng: Any
+) -> None:
+    arrays = random_arrays(rng, (5, 5), dtype)
+    out, out_tangent = function(*arrays, window_size=(0, 0), softcap=5.0)
+    for found, i in ((out, 2), (out_tangent, 5)):
+        np.testing.assert_array_equal(found, arrays[i].repeat(2, 2).astype(found.dtype))
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("given", range(8))
+def test_missing_tangents_are_zeros(function: Any, given: int, rng: Any) -> None:
+    arrays = random_arrays(rng)
+    tangents = [x if given >> i & 1 else None for i, x in enumerate(arrays[3:])]
+    zeros = [np.zeros_like(x) if y is None else y for x, y in zip(arrays, tangents, strict=False)]
+    options = {"causal": True, "return_lse": True}
+    found = function(*arrays[:3], *tangents, **options)
+    expected = function(*arrays[:3], *zeros, **options)
+    assert_all_close(found, expected, rtol=0, atol=1e-15)
+    assert found[1].any() == (given > 0)
+    assert found[3].any() == (given % 4 > 0)
+
+
+@FUNCTIONS
+def test_the_result_has_the_layout_and_the_batch_axes_of_q(function: Any, rng: Any) -> None:
+    arrays = random_arrays(rng)
+    options = {"causal": True, "return_lse": True}
+    expected = function(*arrays, **options)
+    swapped = [x.swapaxes(1, 2) for x in arrays]
+    found = function(*swapped, layout="bhsd", **options)
+    assert_all_close([x.swapaxes(1, 2) for x in found[:2]], expected[:2], rtol=0, atol=1e-14)
+    assert_all_close(found[2:], expected[2:], rtol=0, atol=1e-14)
+    for batch in ((1, 2), (2, 1, 1)):
+        found = function(*(x.reshape(*batch, *x.shape[1:]) for x in arrays), **options)
+        assert_all_equal(found, [x.reshape(*batch, *x.shape[1:]) for x in expected])
+    found = function(*(x[1] for x in arrays), **options)
+    assert_all_close(found, [x[1] for x in expected], rtol=0, atol=1e-14)
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("empty", ["batch", "queries", "keys", "columns", "columns of values"])
+def test_empty_arrays(function: Any, empty: str, rng: Any) -> None:
+    arrays = random_arrays(rng)
+    for i, x in enumerate(arrays):
+        is_q, is_v = i % 3 == 0, i % 3 == 2
+        if empty == "batch":
+            x = x[:0]
+        elif empty in ("queries", "keys"):
+            x = x[:, :0] if is_q == (empty == "queries") else x
+        elif is_v == (empty == "columns of values"):
+            x = x[..., :0]
+        arrays[i] = x
+    out, out_tangent, lse, lse_tangent = function(*arrays, return_lse=True)
+    assert out.shape == out_tangent.shape == (*arrays[0].shape[:-1], arrays[2].shape[-1])
+    assert lse.shape == lse_tangent.shape == (len(arrays[0]), 4, arrays[0].shape[1])
+    assert not lse_tangent.any() or empty == "columns of values"
+    if empty == "keys":
+        assert not out.any()
+        assert not out_tangent.any()
+        assert (lse == -np.inf).all()
+    if empty == "columns":
+        # All scores are 0.
+        mean = arrays[5].mean(axis=1, keepdims=True).repeat(2, 2)
+        np.testing.assert_allclose(out_tangent, np.broadcast_to(mean, out.shape), atol=1e-14)
+
+
+def test_chunks_do_not_change_results(rng: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays, options = random_arrays(rng), {"causal": True, "return_lse": True}
+    whole = flash_attention_jvp(*arrays, **options)
+    monkeypatch.setattr(rows, "CHUNK_BYTES", 3 * 8 * 23)
+    assert_all_close(flash_attention_jvp(*arrays, **options), whole, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+def test_memory_does_not_grow_with_the_number_of_pairs(
+    dtype: Any, rng: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "CHUNK_BYTES", 1 << 18)
+    arrays = [rng.standard_normal((1, 2048, 1, 8)).astype(dtype) for _ in range(6)]
+    # All scores in float32 take 16 MiB.
+    assert peak_memory(lambda: flash_attention_jvp(*arrays, causal=True)) < 6 << 20
+
+
+def test_results_are_arrays_of_the_library_of_q(rng: Any) -> None:
+    arrays = random_arrays(rng, dtype=np.float32)
+    for function in (attention_jvp_reference, flash_attention_jvp):
+        found = function(*map(Foreign, arrays), return_lse=True)
+        assert all(isinstance(x, Foreign) for x in found)
+        assert_all_equal((x.array for x in found), function(*arrays, return_lse=True))
+
+
+def test_the_reference_takes_mixed_dtypes(rng: Any) -> None:
+    arrays = [
+        x.astype(dtype)
+        for x, dtype in zip(
+            random_arrays(rng),
+            [np.float16, np.float32, ml_dtypes.float8_e4m3fn, np.float64] + [np.float32] * 2,
+            strict=True,
+        )
+    ]
+    found = attention_jvp_reference(*arrays)
+    expected = attention_jvp_reference(*(x.astype(np.float64) for x in arrays))
+    assert [x.dtype for x in found] == [np.float64] * 2
+    assert_all_equal(found, expected)
+
+
+@FUNCTIONS
+def test_wrong_arguments(function: Any, rng: Any) -> None:
+    arrays = random_arrays(rng)
+    q, k, v, q_tangent, k_tangent, v_tangent = arrays
+    for name, tangent in zip("qkv", (q_tangent, k_tangent, v_tangent), strict=True):
+        with pytest.raises(ValueError, match=f"{name}_tangent has shape .*; expected .*{name}$"):
+            function(q, k, v, **{f"{name}_tangent": tangent[:, :-1]})
+        with pytest.raises(TypeError, match=f"^{name}_tangent is a list; expected a NumPy"):
+            function(q, k, v, **{f"{name}_tangent": tangent.tolist()})
+    with pytest.raises(ValueError, match="must agree in batch"):
+        function(q, k[..., :-1], v)
+    with pytest.raises(ValueError, match="layout must be 'bshd' or 'bhsd'"):
+        function(*arrays, layout="sbhd")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'is_causal'; pass causal"):
+        function(*arrays, is_causal=True)
+
+
+def test_wrong_dtypes(rng: Any) -> None:
+    arrays = random_arrays(rng, dtype=np.float32)
+    for i, name in enumerate(("q", "k", "v", "q_tangent", "k_tangent", "v_tangent")):
+        for dtype in (np.float16, np.int32, ml_dtypes.float8_e4m3fn):
+            given = [x.astype(dtype) if j == i else x for j, x in enumerate(arrays)]
+            message = f"{name} has dtype {np.dtype(dtype)}; expected "
+            if i < 3 and dtype is np.float16:
+                message = "q, k and v must have one dtype, but are .*float16"
+            elif i >= 3:
+                message += "float32, as q has$"
+            with pytest.raises(TypeError, match=message):
+                flash_attention_jvp(*given)
+
+
+def test_both_functions_have_the_same_arguments() -> None:
+    names = ("attention_jvp_reference", "flash_attention_jvp")
+    one, other = (inspect.signature(getattr(cupy_flash, name)) for name in names)
+    assert one == other

@@ -95,6 +95,13 @@ class DifferentiableCall(NamedTuple):
             modifications = {**modifications, "score_mod": score_mod}
         return dispatch_backward.gradients(arguments, options, "auto", modifications)
 
+    def keywords(self, inputs: tuple[Any, ...]) -> dict[str, Any]:
+        """Return the keyword arguments of a dense call, with its modifications."""
+        names = ("causal", "softmax_scale", "q_offset", "layout")
+        options = {name: getattr(self.options, name) for name in names}
+        # An offset of each sequence is one of the modifications.
+        return {**options, **self._modifications(inputs)}
+
     def backward_options(self, wrt: tuple[str, ...]) -> Options:
         """Return the options of the backward call for the gradients of the inputs in `wrt`."""
         return _backward_options(self.options, wrt)

@@ -186,11 +186,12 @@ def untracked_part(tensor: Any) -> str | None:
 
 IN_TRANSFORM = (
     "is passed inside of a transform such as torch.func.grad, jvp, vmap or is_grads_batched, which "
-    "is not supported here; call a function of cupy_flash.torch, which supports grad, vjp and vmap"
+    "is not supported here; call a function of cupy_flash.torch, which supports grad, vjp, jvp and "
+    "vmap"
 )
 NO_FORWARD_MODE = (
-    "has a tangent, and attention has no forward-mode derivative; compute gradients of "
-    "cupy_flash.torch's functions in reverse mode, or pass a detached tensor"
+    "has a tangent, and only q, k and v of dense calls of cupy_flash.torch outside of graphs have "
+    "forward-mode derivatives; pass a detached tensor, or compute gradients in reverse mode"
 )
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 # Inputs with one row per token. Their gradients have the shape of the input.
 ROWS = ("q", "k", "v")
+# Tangents of these inputs, in the same order.
+TANGENTS = ("q_tangent", "k_tangent", "v_tangent")
 # Prefix of the names of captured arrays of a score modification, among all inputs of a call.
 OF_MOD = "score_mod."
 

@@ -74,8 +74,9 @@ def flash_attention(
         See `cupy_flash.flash_attention` and, for the backward pass,
         `cupy_flash.flash_attention_backward`.
     NotImplementedError
-        If a tensor has a forward-mode tangent, inside torch.func.functionalize and torch.jit.trace,
-        and if a gradient is differentiated.
+        If another tensor than q, k and v of a dense call has a forward-mode tangent, inside
+        torch.func.functionalize and torch.jit.trace, and if a gradient or a tangent is
+        differentiated.
     RuntimeError
         In the backward pass, if a tensor of the call has been overwritten.
     """
@@ -298,6 +299,8 @@ def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) ->
             return transforms.attention(call, inputs, return_lse)
         if is_observed() and (results := results_of_operator(call, inputs)) is not None:
             return results if return_lse else results[0]
+        if transforms.have_tangents(inputs):
+            return transforms.attention(call, inputs, return_lse)
         for name, tensor in zip(call.names, inputs, strict=True):
             require_whole(name, tensor)
     if torch.is_grad_enabled():

@@ -130,8 +130,8 @@ def require_versions(versions: list[Version]) -> None:
 def no_second_derivative() -> NotImplementedError:
     """Return the error for a derivative of gradients."""
     return NotImplementedError(
-        "attention of cupy_flash.torch has no second derivative: gradients of its gradients, as in "
-        "a gradient penalty, hvp, hessian or functional.jvp, are not computed"
+        "attention of cupy_flash.torch has no second derivative: derivatives of its gradients and "
+        "tangents, as in a gradient penalty, hvp, hessian or functional.jvp, are not computed"
     )
 
 

@@ -1,4 +1,4 @@
-"""Attention inside of torch.func transforms: grad, vjp and vmap, also nested."""
+"""Attention with tangents, and inside of torch.func transforms: grad, vjp, jvp and vmap."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ import torch
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
 
+from cupy_flash.api.jvp import flash_attention_jvp
 from cupy_flash.arrays.kinds import is_number_or_list, seed_and_offset
 from cupy_flash.arrays.torch_arrays import (
     IN_TRANSFORM,
     NO_FORWARD_MODE,
+    has_tangent,
+    in_forward_mode,
     is_in_transform,
     is_traced,
     version_of,
 )
 from cupy_flash.differentiable import DifferentiableCall
 from cupy_flash.mods.keywords import DROPOUT_SEED
+from cupy_flash.problem.gradient import ROWS, TANGENTS
 from cupy_flash.torch.batching import mapped_results
 from cupy_flash.torch.functions import (
     Version,
@@ -38,15 +42,21 @@ def are_active() -> bool:
     return is_in_transform() and not is_traced()
 
 
+def have_tangents(tensors: tuple[Tensor, ...]) -> bool:
+    """Return whether a tensor has a tangent, and torch does not trace a graph in addition."""
+    return in_forward_mode() and not is_traced() and any(map(has_tangent, tensors))
+
+
 def attention(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) -> Any:
-    """Return the result of a call inside of transforms.
+    """Return the result of a call inside of transforms, or of tensors with tangents.
 
     Raises
     ------
     NotImplementedError
-        Inside of torch.func.functionalize, and for a forward-mode derivative.
+        Inside of torch.func.functionalize, and for a tangent of another input than q, k and v of a
+        dense call.
     """
-    if any(level.key() not in _SUPPORTED for level in get_interpreter_stack()):
+    if any(level.key() not in _SUPPORTED for level in get_interpreter_stack() or ()):
         raise NotImplementedError(f"{call.names[0]} {IN_TRANSFORM}")
     call, inputs = with_tracked(call, inputs)
     call = call.with_functions_kept().with_numbers()
@@ -143,6 +153,7 @@ class _Transformable(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(operation: _Operation, *tensors: Tensor) -> Any:
+        # torch hides the tangents of tensors here, which functions of arrays would refuse.
         return operation.run(dict(zip(operation.names, tensors, strict=True)))
 
     @staticmethod
@@ -163,10 +174,7 @@ class _Transformable(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        _, *of_tensors = tangents
-        names = zip(ctx.operation.names, of_tensors, strict=True)
-        name = next(name for name, tangent in names if tangent is not None)
-        raise NotImplementedError(f"{name} {NO_FORWARD_MODE}")
+        raise no_second_derivative()
 
 
 class _Attention(_Transformable):
@@ -180,6 +188,20 @@ class _Attention(_Transformable):
             dict(zip(_RESULTS, output, strict=True))
         )
         ctx.save_for_backward(*tensors, *output)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        _, *of_tensors = tangents
+        call, names = ctx.operation.call, ctx.operation.names
+        tensors = dict(zip(names, ctx.saved_tensors, strict=True))
+        for name, tangent in zip(names, of_tensors, strict=True):
+            if tangent is None:
+                continue
+            if name not in ROWS or call.options.kind != "dense":
+                raise NotImplementedError(f"{name} {NO_FORWARD_MODE}")
+            tensors[f"{name}_tangent"] = tangent
+        return _Pushforward(call, tuple(tensors)).apply(tensors.values())
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
@@ -199,8 +221,8 @@ class _Attention(_Transformable):
         return None, *(result.get(name) for name in operation.names)
 
 
-class _Gradients(_Transformable):
-    """Autograd function of the gradients of attention, whose own derivative raises an error."""
+class _Derivative(_Transformable):
+    """Autograd function of gradients or tangents, whose own derivative raises an error."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -227,7 +249,7 @@ class _Forward(_Operation):
 class _Backward(_Operation):
     """Gradients of attention for the inputs in `wrt`."""
 
-    function = _Gradients
+    function = _Derivative
 
     def run(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         call, inputs = self.given(tensors)
@@ -235,3 +257,19 @@ class _Backward(_Operation):
         results = tensors["out"].contiguous(), tensors["lse"].contiguous()
         gradients = tensors["dout"], tensors.get("dlse")
         return call.pull_back(inputs, results, gradients, self.wrt)
+
+
+class _Pushforward(_Operation):
+    """Tangents of out and lse of a dense call, whose tensors include tangents of q, k and v."""
+
+    function = _Derivative
+
+    def run(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        call, inputs = self.given(tensors)
+        results = flash_attention_jvp(
+            *inputs[: len(ROWS)],
+            *(tensors.get(name) for name in TANGENTS),
+            return_lse=True,
+            **call.keywords(inputs),
+        )
+        return results[1::2]

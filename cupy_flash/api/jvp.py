@@ -79,10 +79,10 @@ def flash_attention_jvp(
     -----
     There is no fused kernel for tangents yet. The call computes with operations of NumPy or CuPy
     on the device of its inputs, in chunks of query rows, so that its memory grows with the lengths
-    of the sequences rather than with their product. All sums are float32, or float64 for float64
-    inputs. On a GPU, the call reads and writes the scores of each chunk several times, and waits
-    for the GPU between chunks, so it takes many times as long as `flash_attention` and cannot be
-    captured in a CUDA graph.
+    of the sequences rather than with their product: a chunk takes up to half a GiB, or one GiB if
+    the inputs are float64. All sums are float32, or float64 for float64 inputs. On a GPU, the call
+    reads and writes the scores of each chunk several times, and waits for the GPU between chunks.
+    So it takes many times as long as `flash_attention`, and cannot be captured in a CUDA graph.
 
     Masked pairs affect no result, whatever their keys, values and tangents hold. A query that
     attends to no key has tangents of 0, and one that attends to a single key has exactly the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -133,6 +134,17 @@ def test_nested_tensors_have_the_bits_of_packed_rows(dtype: str, name: str) -> N
     assert all(map(torch.equal, found, torch.autograd.grad(expected, packed, dout)))
 
 
+def graph_of(step: Callable[[], Any]) -> tuple[Any, Any]:
+    """Return a CUDA graph of a step, and the tensors that hold its results."""
+    before, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    before.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(before):
+        step()
+    torch.cuda.current_stream().wait_stream(before)
+    with torch.cuda.graph(graph):
+        return graph, step()
+
+
 def test_a_graph_holds_the_gradients_of_slopes_and_captures() -> None:
     inputs = rows("bfloat16", 203, 331)
     slopes = torch.rand(4, device="cuda", requires_grad=True)
@@ -146,13 +158,7 @@ def test_a_graph_holds_the_gradients_of_slopes_and_captures() -> None:
         return torch.autograd.grad(out, wrt, dout)
 
     expected = [x.clone() for x in step()]
-    before, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    before.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(before):
-        step()
-    torch.cuda.current_stream().wait_stream(before)
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = graph_of(step)
     for x in captured:
         x.detach().zero_()
     graph.replay()
@@ -188,13 +194,7 @@ def test_a_modification_made_while_a_graph_is_captured_reads_its_tensor() -> Non
         mod = ScoreMod(lambda score, i, j: score + table[i - j + 331])
         return ct.flash_attention(q, k, v, score_mod=mod)
 
-    before, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    before.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(before):
-        step()
-    torch.cuda.current_stream().wait_stream(before)
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = graph_of(step)
     table.normal_()
     graph.replay()
     torch.testing.assert_close(captured, step(), rtol=0, atol=0)

@@ -1,6 +1,6 @@
 """Derivatives that PyTorch has and attention does not support: errors instead of zeros.
 
-test_torch_forward.py tests the tangents that attention has.
+tests/in_torch/test_forward_mode.py tests the tangents that attention has.
 """
 
 from __future__ import annotations

@@ -90,10 +90,10 @@ def _resumed(
     """Call a function with each address that is sent; yield an error's address or None.
 
     Python raises a pending signal when the generator resumes, or anywhere later. An exception is
-    handled at the begin of the innermost loop, within its `try` statement, so that any number of
+    handled at the start of the innermost loop, within its `try` statement, so that any number of
     further signals may be raised meanwhile. Python raises signals in calls and at the ends of
-    loops. So one that is raised after the first `except` clause is caught by the outer `try`
-    statement, and only a third one, within the same few instructions, would leave the generator.
+    loops. A signal that is raised right after the inner `except` clause is caught by the outer
+    `try` statement. Only a third one, within the same few instructions, would leave the generator.
     """
     result: int | None = None
     error: BaseException | None = None

@@ -250,7 +250,7 @@ def test_no_stream_waits_for_a_captured_one_when_a_function_captures_a_tensor(gp
     read_capture("table", qkv(gpu)["q"])
     assert gpu.order == ([] if is_capturing else [(OURS, THEIRS)])
     gpu.order.clear()
-    # Whoever reads values must wait. Then CUDA reports that the stream is captured.
+    # A function that reads values waits, and CUDA then reports that the stream is captured.
     rows.read("q", qkv(gpu)["q"])
     assert gpu.order == [(OURS, THEIRS)]
 

@@ -226,7 +226,7 @@ def test_dropped_dominant_keys_have_gradients(
     exact = attention_backward_reference(dout, q, k, v, **options)
     naive = backward_naive(dout, q, k, v, out=cupy.asnumpy(out), **options)
     # Gradients of rows that keep a weight near 1 are below the rounding errors of `out`, and may
-    # be 0 (`p_of_one_key`). The other rows of dq and dk are small beside the whole arrays.
+    # be 0 (`p_of_one_key`). The other rows of dq and dk are small compared with the whole arrays.
     mask = cupy_flash.dropout_mask(1, heads, queries, keys, dropout_p, (5, 6))
     is_dropped = ~np.diagonal(mask, axis1=2, axis2=3).swapaxes(1, 2)
     assert is_dropped.any()

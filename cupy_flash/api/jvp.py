@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from cupy_flash.calls.dispatch_tangents import on_gpu
+from cupy_flash.calls.options import Options
 from cupy_flash.opaque import opaque
 from cupy_flash.reference.tangents import Tangents, in_precision_of_inputs
 
@@ -77,16 +79,16 @@ def flash_attention_jvp(
 
     Notes
     -----
-    There is no fused kernel for tangents yet. The call computes with operations of NumPy or CuPy
-    on the device of its inputs, in chunks of query rows, so that its memory grows with the lengths
-    of the sequences rather than with their product: a chunk takes up to half a GiB, or one GiB if
-    the inputs are float64. All sums are float32, or float64 for float64 inputs. On a GPU, the call
-    reads and writes the scores of each chunk several times, and waits for the GPU between chunks.
-    So it takes many times as long as `flash_attention`, and cannot be captured in a CUDA graph.
+    On a GPU, the call is `flash_attention` followed by one kernel, which computes the scores and
+    their tangents tile by tile. On the CPU, and with `seqlens_k`, the call uses array operations in
+    chunks of query rows. Either way its memory grows with the lengths of the sequences rather than
+    with their product; a chunk takes up to half a GiB, or one GiB if the inputs are float64. All
+    sums are float32, or float64 for float64 inputs.
 
-    Masked pairs affect no result, whatever their keys, values and tangents hold. A query that
-    attends to no key has tangents of 0, and one that attends to a single key has exactly the
-    tangent of its value.
+    Masked pairs affect no result, whatever their queries and keys and the tangents of these hold.
+    On a GPU, a NaN or infinity in a masked value or its tangent may reach rows that attend to other
+    keys of the same KV tile. A query that attends to no key has tangents of 0, and one that attends
+    to a single key has exactly the tangent of its value.
 
     References
     ----------
@@ -105,9 +107,16 @@ def flash_attention_jvp(
     >>> out_tangent[0, 0, 0]
     array([2., 2., 2., 2.], dtype=float32)
     """
+    tangents = Tangents(q_tangent, k_tangent, v_tangent)
+    options = Options(
+        causal=causal, softmax_scale=softmax_scale, q_offset=q_offset, layout=layout
+    )
+    results = on_gpu((q, k, v), tangents, options, modifications, stream)
+    if results is not None:
+        return results if return_lse else results[:2]
     return in_precision_of_inputs(
         *(q, k, v),
-        Tangents(q_tangent, k_tangent, v_tangent),
+        tangents,
         causal=causal,
         softmax_scale=softmax_scale,
         q_offset=q_offset,

@@ -197,8 +197,54 @@ class GradientArguments(NamedTuple):
         return append_arrays(plain, names, self.modification_arrays) if names else plain
 
 
+class TangentArguments(NamedTuple):
+    """Arrays of a dense call that computes tangents; None for an absent tangent.
+
+    `out` and `lse` are results of the forward call.
+    """
+
+    q: Any = None
+    k: Any = None
+    v: Any = None
+    out: Any = None
+    lse: Any = None
+    q_tangent: Any = None
+    k_tangent: Any = None
+    v_tangent: Any = None
+
+    def key_arrays(self, options: Options) -> tuple[Any, ...]:
+        """Return all arrays."""
+        return self
+
+    def written(self, options: Options) -> dict[str, Any]:
+        """Return no array: all results are new."""
+        return {}
+
+    def require_given(self, options: Options) -> None:
+        """Raise TypeError if an array is None that every such call needs."""
+        require_arrays(self, _REQUIRED_FOR_TANGENTS)
+
+    @property
+    def like(self) -> Any:
+        """Array that determines the array type of the results."""
+        return self.q
+
+    @property
+    def modification_arrays(self) -> tuple[Any, ...]:
+        """Arrays of modifications, which `append_arrays` has appended."""
+        return self[_FIXED_OF_TANGENTS:]
+
+    @property
+    def forward(self) -> Arguments:
+        """Record of the arrays of the forward call."""
+        plain = Arguments(q=self.q, k=self.k, v=self.v, out=self.out)
+        names = self._fields[_FIXED_OF_TANGENTS:]
+        return append_arrays(plain, names, self.modification_arrays) if names else plain
+
+
 # Number of fields of each record without the arrays of modifications, which are appended.
 _FIXED, _FIXED_OF_GRADIENTS = len(Arguments._fields), len(GradientArguments._fields)
+_FIXED_OF_TANGENTS = len(TangentArguments._fields)
 
 
 def in_field_order(
@@ -284,6 +330,7 @@ _REQUIRED = {
     "kvcache": ("q", "k_cache", "v_cache"),
 }
 _REQUIRED_FOR_GRADIENTS = ("q", "k", "v", "out", "dout", "lse")
+_REQUIRED_FOR_TANGENTS = ("q", "k", "v", "out", "lse")
 WRITTEN_GRADIENTS = ("dq", "dk", "dv")
 INT32 = frozenset(
     {

@@ -9,9 +9,11 @@ from cupy_flash.families.decode import DecodeFamily
 from cupy_flash.families.hopper import HopperBackwardFamily, HopperFamily
 from cupy_flash.families.mma.backward import MmaBackwardFamily
 from cupy_flash.families.mma.forward import MmaFamily
+from cupy_flash.families.mma.tangents import MmaTangentFamily
 from cupy_flash.families.naive import NaiveFamily
 from cupy_flash.families.simt.backward import SimtBackwardFamily
 from cupy_flash.families.simt.forward import SimtFamily
+from cupy_flash.families.simt.tangents import SimtTangentFamily
 
 FAMILIES: dict[str, dict[str, Family[Any]]] = {
     "forward": {
@@ -22,6 +24,7 @@ FAMILIES: dict[str, dict[str, Family[Any]]] = {
         family.name: family
         for family in (HopperBackwardFamily(), MmaBackwardFamily(), SimtBackwardFamily())
     },
+    "tangent": {family.name: family for family in (MmaTangentFamily(), SimtTangentFamily())},
 }
 FORWARD = FAMILIES["forward"]
 

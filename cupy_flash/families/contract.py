@@ -277,7 +277,7 @@ class Family(ABC, Generic[TileT]):
             (
                 f"{self.name} {problem.dtype} head_dim {problem.head_dim}",
                 f"/{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "",
-                " backward" if gradient is not None else "",
+                "" if problem.direction == "forward" else f" {problem.direction}",
                 " causal" if problem.causal else "",
                 " modified" if score is not None else "",
                 f" {problem.tensors['k'].dtype}" if "CacheElement" in types else "",

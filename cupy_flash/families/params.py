@@ -62,12 +62,17 @@ _BACKWARD = (
     + _fields(np.int32, "kv_semaphores head_chunks tile_chunks last_section")
 )
 
+# Fields that the tangent kernels have after all other fields, see tangents/params.cuh.
+_TANGENT = _fields(TENSOR_DTYPE, "q_tangent k_tangent v_tangent out_tangent") + _fields(
+    np.uint64, "lse_tangent"
+)
+
 
 def params_dtype(problem: Problem) -> np.dtype:
     """Return the dtype of the argument struct of a problem's kernels.
 
     The common fields come first, then the data of modifications. The last fields are the scales of
-    an 8-bit KV cache or of float8 inputs, or the fields of the backward pass.
+    an 8-bit KV cache or of float8 inputs, or the fields of the backward pass or of tangents.
     """
     mods = captures = None
     if problem.score is not None:
@@ -76,7 +81,7 @@ def params_dtype(problem: Problem) -> np.dtype:
     scales: tuple[str, ...] = ()
     if problem.scales is not None:
         scales = ("q_scale", "k_scale", "v_scale")[0 if problem.is_float8 else 1 :]
-    return _params_dtype(mods, captures, scales, problem.gradient is not None)
+    return _params_dtype(mods, captures, scales, problem.direction)
 
 
 # Creating a dtype takes 15 us. The cache is bounded because users choose the names of captures.
@@ -85,22 +90,28 @@ def _params_dtype(
     mods: np.dtype | None,
     captures: tuple[str, ...] | None,
     scales: tuple[str, ...],
-    has_gradients: bool,
+    direction: str,
 ) -> np.dtype:
     fields = list(_FORWARD)
     if mods is not None:
         fields += [("mods", mods), ("block_mask", BLOCK_MASK_DTYPE)]
     fields += [(name, TENSOR_DTYPE) for name in scales]
-    if has_gradients:
+    if direction == "tangent":
+        fields += _TANGENT
+    if direction == "backward":
         fields += _BACKWARD
         if captures is not None:
             fields.append(("dcaptures", np.dtype([(name, np.uint64) for name in captures])))
     return np.dtype(fields, align=True)
 
 
+# C++ type of the argument struct of each direction.
+_STRUCTS = {"forward": "Params", "backward": "GradientParams", "tangent": "TangentParams"}
+
+
 def layout_assertions(problem: Problem) -> str:
     """Return C++ that fails to compile if the layouts of `params.cuh` and `params_dtype` differ."""
-    name = "Params" if problem.gradient is None else "GradientParams"
+    name = _STRUCTS[problem.direction]
     if problem.scales is not None:
         name = "Float8Params" if problem.is_float8 else "QuantizedParams"
     structs = [("Tensor", TENSOR_DTYPE), (name, params_dtype(problem))]

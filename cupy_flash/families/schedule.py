@@ -22,6 +22,7 @@ _TYPES = {
     "quantized_params": "QuantizedParams",
     "float8_params": "Float8Params",
     "gradients": "GradientParams",
+    "tangents": "TangentParams",
     "maps": "TensorMaps",
     "biased_maps": "BiasedTensorMaps",
     "mla_maps": "MlaTensorMaps",
@@ -38,6 +39,7 @@ _ARGUMENTS = (
     ("float8_params",),
     ("maps", "float8_params"),
     ("gradients",),
+    ("tangents",),
     ("gradient_maps", "gradients"),
     ("bias_gradient_maps", "gradients"),
 )
@@ -104,7 +106,7 @@ class Launch:
         "biased_maps" with the bias, "mla_maps" for MLA), and "params" (`params.py`), which is
         "quantized_params" for an 8-bit KV cache and "float8_params" for float8 inputs. Backward:
         the tensor maps, if any ("gradient_maps", or "bias_gradient_maps" with the bias), and
-        "gradients".
+        "gradients". Tangents: "tangents".
     source
         File that contains the function, if it is not the family's own `.cu`.
     """

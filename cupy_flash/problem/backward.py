@@ -1,4 +1,4 @@
-"""Derivation of a backward problem from a forward problem."""
+"""Derivation of a backward problem, and of a problem of tangents, from a forward problem."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from cupy_flash.problem.arrays import ArraySpec, Tensors, check_no_self_overlap, tensor_of
-from cupy_flash.problem.gradient import GradientSpec
+from cupy_flash.problem.gradient import GradientSpec, tangent_of
 from cupy_flash.problem.problem import Problem
 
 
@@ -37,3 +37,30 @@ def with_gradient(
             check_no_self_overlap(name, result)
         tensors[name] = tensor_of(result, is_packed=is_packed)
     return dataclasses.replace(problem, tensors=Tensors(**tensors), gradient=spec)
+
+
+def with_tangents(
+    problem: Problem, tangents: Mapping[str, ArraySpec], out_tangent: ArraySpec
+) -> Problem:
+    """Return the problem of the tangent of a forward problem's out, which the call reads.
+
+    `tangents` holds the specs of the tangents that are given, keyed by the name of the input.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a tangent has another dtype or shape than its input.
+    """
+    tensors = dict(problem.tensors)
+    for name, spec in tangents.items():
+        if spec.dtype != problem.dtype:
+            raise TypeError(
+                f"{tangent_of(name)} has dtype {spec.dtype}; expected {problem.dtype}, as q has"
+            )
+        if spec.shape != problem.shape_of(name):
+            raise ValueError(
+                f"{tangent_of(name)} has shape {spec.shape}; expected {problem.shape_of(name)}"
+            )
+        tensors[tangent_of(name)] = tensor_of(spec, is_packed=False)
+    tensors[tangent_of("out")] = tensor_of(out_tangent, is_packed=False)
+    return dataclasses.replace(problem, tensors=Tensors(**tensors), moves=tuple(tangents))

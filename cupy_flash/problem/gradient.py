@@ -6,8 +6,15 @@ from dataclasses import dataclass
 
 # Inputs with one row per token. Their gradients have the shape of the input.
 ROWS = ("q", "k", "v")
+
+
+def tangent_of(name: str) -> str:
+    """Return the name of the tangent of an input or result."""
+    return f"{name}_tangent"
+
+
 # Tangents of these inputs, in the same order.
-TANGENTS = ("q_tangent", "k_tangent", "v_tangent")
+TANGENTS = tuple(map(tangent_of, ROWS))
 # Prefix of the names of captured arrays of a score modification, among all inputs of a call.
 OF_MOD = "score_mod."
 

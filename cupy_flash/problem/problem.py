@@ -48,7 +48,7 @@ MAX_SPLITS = 2**16 - 1
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention problem: forward, or backward if it has a `gradient`.
+    """One attention problem: forward, backward if it has a `gradient`, or a tangent if it `moves`.
 
     Attributes
     ----------
@@ -81,8 +81,11 @@ class Problem:
         Whether other kernels run at the same time. Thread blocks then do not get equal fractions of
         the work, because those that start late would delay the end.
     gradient
-        Gradients that a backward call computes, or None for a forward call. A backward problem has
+        Gradients that a backward call computes, or None for other calls. A backward problem has
         the tensors dout, dq, dk and dv as well.
+    moves
+        Names of the inputs among q, k and v whose tangents a call is given that computes the
+        tangent of out. Its problem has the tensors of these tangents and out_tangent as well.
     """
 
     dtype: str
@@ -103,6 +106,7 @@ class Problem:
     values_in_keys: bool = False
     shares_gpu: bool = False
     gradient: GradientSpec | None = None
+    moves: tuple[str, ...] = ()
 
     @property
     def gradient_spec(self) -> GradientSpec:
@@ -112,12 +116,16 @@ class Problem:
 
     @property
     def direction(self) -> str:
-        """Direction of the computation, "forward" or "backward"."""
+        """Direction of the computation: "forward", "backward" or "tangent"."""
+        if self.moves:
+            return "tangent"
         return "forward" if self.gradient is None else "backward"
 
     @property
     def written(self) -> tuple[str, ...]:
         """Names of the tensors that are written."""
+        if self.moves:
+            return ("out_tangent",)
         if self.gradient is None:
             return ("out",)
         return tuple(name for name in ("dq", "dk", "dv") if name in self.tensors)

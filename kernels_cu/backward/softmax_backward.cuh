@@ -52,7 +52,8 @@ struct PairBits<true> {
 template <class Config, int Queries, int Keys, class AnyParams = GradientParams,
           class Pairs = PairsOnDemand, bool Listed = false, bool HasVisiblePairs = false>
 struct SoftmaxBackward {
-  using T = Accumulator<typename Config::Element>;
+  using Element = typename Config::Element;
+  using T = Accumulator<Element>;
   using Mods = typename Config::Mods;
   using Math = SoftmaxMath<T>;
   using VisiblePairs = typename PairBits<(Queries * Keys > 32)>::type;
@@ -178,8 +179,33 @@ struct SoftmaxBackward {
     }
   }
 
- private:
-  using Element = typename Config::Element;
+  // Calls `store(r, n, is_visible, has_one_key, exponent, slope)` for each pair. `has_one_key` is
+  // whether its row attends to one key by position, `exponent` is log2 of P, and `slope` is the
+  // derivative of the modified score by the scaled score. `store` must select with `is_visible`
+  // rather than multiply by it, so that a NaN of a masked pair has no effect.
+  template <bool Masked, bool OfScaled, class RowOf, class Stats, class Score, class Step,
+            class Store>
+  __device__ void for_each_pair(RowOf row_of, int first_key, Stats stats, Score score, Step step,
+                                Store store, int first, int last) const {
+    if constexpr (is_modified<Masked>) {
+      if constexpr (Mods::has_bounds && Pairs::checks_bounds) {
+        bool is_inside = true;
+#pragma unroll
+        for (int r = 0; r < Queries; ++r) {
+          const auto row = mod_row(row_of(r), T(0));
+          is_inside &=
+              Mods::is_inside(p.mods, row, Mods::keys(p.mods, row, first_key), step(Keys - 1));
+        }
+        if (is_inside) {
+          evaluate_pairs<Masked, true, OfScaled>(row_of, first_key, stats, score, step, store,
+                                                 first, last);
+          return;
+        }
+      }
+    }
+    evaluate_pairs<Masked, false, OfScaled>(row_of, first_key, stats, score, step, store, first,
+                                            last);
+  }
 
   // Returns the threshold of P, in the unit of P, above which a key counts as the row's only key.
   __device__ T threshold(const RowStats<T>& row) const {
@@ -189,6 +215,8 @@ struct SoftmaxBackward {
       return one * least_p_of_one_key<Element, most_columns<Config>>(row.lse_log2 + log2_one);
     }
   }
+
+ private:
 
   // Whether functions or arrays may mask all keys of a row except one.
   static constexpr bool may_have_one_key = zeroes_one_key_ds<Config> && Config::may_mask_pairs;
@@ -225,34 +253,6 @@ struct SoftmaxBackward {
   __device__ auto mod_row(int row, T base) const {
     return Mods::row(p.mods, batch, head, row + mask.q_offset, row, sequence.q_first,
                      sequence.k_first, base);
-  }
-
-  // Calls `store(r, n, is_visible, has_one_key, exponent, slope)` for each pair. `has_one_key` is
-  // whether its row attends to one key by position, `exponent` is log2 of P, and `slope` is the
-  // derivative of the modified score by the scaled score. `store` must select with `is_visible`
-  // rather than multiply by it, so that a NaN of a masked pair has no effect.
-  template <bool Masked, bool OfScaled, class RowOf, class Stats, class Score, class Step,
-            class Store>
-  __device__ void for_each_pair(RowOf row_of, int first_key, Stats stats, Score score, Step step,
-                                Store store, int first, int last) const {
-    if constexpr (is_modified<Masked>) {
-      if constexpr (Mods::has_bounds && Pairs::checks_bounds) {
-        bool is_inside = true;
-#pragma unroll
-        for (int r = 0; r < Queries; ++r) {
-          const auto row = mod_row(row_of(r), T(0));
-          is_inside &=
-              Mods::is_inside(p.mods, row, Mods::keys(p.mods, row, first_key), step(Keys - 1));
-        }
-        if (is_inside) {
-          evaluate_pairs<Masked, true, OfScaled>(row_of, first_key, stats, score, step, store,
-                                                 first, last);
-          return;
-        }
-      }
-    }
-    evaluate_pairs<Masked, false, OfScaled>(row_of, first_key, stats, score, step, store, first,
-                                            last);
   }
 
   template <bool Masked, bool Inside, bool OfScaled, class RowOf, class Stats, class Score,

@@ -17,6 +17,7 @@ from support.gradients.gradient_calls import (
     random_gradient_call,
     smooth_gradient_call,
 )
+from support.gradients.tangent_rule import directions, largest_product, tangent_sizes
 
 import cupy_flash
 from cupy_flash import (
@@ -37,14 +38,6 @@ FUNCTIONS = pytest.mark.parametrize("function", [attention_jvp_reference, flash_
 STEP = 1e-4
 
 
-def tangents_of(arrays: Any, rng: np.random.Generator) -> list[np.ndarray]:
-    """Return a random direction; it is NaN where the arrays are, as padding is."""
-    found = [rng.standard_normal(x.shape).astype(x.dtype) for x in arrays]
-    for tangent, array in zip(found, arrays, strict=True):
-        tangent[np.isnan(array)] = np.nan
-    return found
-
-
 def size_of(x: np.ndarray) -> float:
     """Return the largest finite magnitude, at least 1."""
     return float(np.abs(x[np.isfinite(x)]).max(initial=1))
@@ -56,7 +49,7 @@ def size_of(x: np.ndarray) -> float:
 def check_by_differences(call: GradientCall, rng: np.random.Generator, find: Callable) -> None:
     """Compare out, lse and their tangents with the forward reference and its differences."""
     inputs, options = call.forward.given(np)
-    direction = tangents_of(inputs, rng)
+    direction = directions(inputs, rng)
     options["return_lse"] = True
     out, out_tangent, lse, lse_tangent = find(*inputs, *direction, **options)
     expected = attention_reference(*inputs, **options)
@@ -124,7 +117,7 @@ def test_differences_tell_tangents_apart_that_are_almost_right(i: int, rng: Any)
 def test_gradients_are_the_transpose_of_tangents(kind: str, number: int, rng: Any) -> None:
     call = random_gradient_call(rng, "float64", kind, head_dims=(1, 5, 24), longest=(30, 60))
     inputs, options = call.forward.given(np)
-    direction = tangents_of(inputs, rng)
+    direction = directions(inputs, rng)
     results = attention_jvp_reference(*inputs, *direction, **options, return_lse=True)
     _, out_tangent, lse, lse_tangent = results
     dout, dlse = (rng.standard_normal(x.shape) for x in (out_tangent, lse_tangent))
@@ -169,7 +162,7 @@ def test_every_modification_is_part_of_the_definition(rng: Any) -> None:
     }
     call = GradientCall(ModifiedCall("dense", "float64", {"q": q, "k": k, "v": v}, options), q)
     check_by_differences(call, rng, attention_jvp_reference)
-    direction = tangents_of((q, k, v), rng)
+    direction = directions((q, k, v), rng)
     found = attention_jvp_reference(q, k, v, *direction, **options)
     for name in options.keys() - {"dropout_seed"}:
         left = {n: x for n, x in options.items() if n != name}
@@ -185,7 +178,7 @@ def test_every_modification_is_part_of_the_definition(rng: Any) -> None:
 def test_results_obey_the_error_rule(dtype: str, number: int, rng: Any) -> None:
     call = random_gradient_call(rng, dtype, "dense", head_dims=(5, 24, 64), longest=(60, 90))
     inputs, options = call.forward.given(np)
-    direction = tangents_of(inputs, rng)
+    direction = directions(inputs, rng)
     results = flash_attention_jvp(*inputs, *direction, **options, return_lse=True)
     exact = attention_jvp_reference(*inputs, *direction, **options, return_lse=True)
     compute = np.dtype(np.float64 if dtype == "float64" else np.float32)
@@ -205,43 +198,6 @@ def test_results_obey_the_error_rule(dtype: str, number: int, rng: Any) -> None:
         if dtype in ("float32", "float64") and size.max(initial=0) > 1e-6:
             # The bound would find the roundings of a coarser dtype.
             assert bound <= 1000 * float(np.finfo(compute).eps) * size.max()
-
-
-def wide(x: np.ndarray, options: dict[str, Any], heads: int | None = None) -> np.ndarray:
-    """Return magnitudes (batch, heads, seqlen, dim) in float64, with KV heads repeated."""
-    magnitudes = np.abs(x.astype(np.float64))
-    if options.get("layout") != "bhsd":
-        magnitudes = magnitudes.swapaxes(1, 2)
-    return magnitudes if heads is None else magnitudes.repeat(heads // magnitudes.shape[1], 1)
-
-
-def largest_product(inputs: Any, options: dict[str, Any]) -> float:
-    """Return the largest sum of magnitudes of the products that a scaled score is the sum of."""
-    q = wide(inputs[0], options)
-    k = wide(inputs[1], options, q.shape[1])
-    scale = options.get("softmax_scale")
-    scale = q.shape[-1] ** -0.5 if scale is None else abs(scale)
-    return float(scale * (q @ k.swapaxes(2, 3)).max(initial=0))
-
-
-def tangent_sizes(
-    inputs: Any, direction: Any, options: dict[str, Any]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sums of magnitudes of all terms of the tangents of out and of lse."""
-    q, q_tangent = (wide(x[0], options) for x in (inputs, direction))
-    k, v, k_tangent, v_tangent = (
-        wide(x, options, q.shape[1]) for x in (*inputs[1:], *direction[1:])
-    )
-    scale = options.get("softmax_scale")
-    scale = q.shape[-1] ** -0.5 if scale is None else abs(scale)
-    # The functions of the gallery have slopes of at most 1.5.
-    of_scores = 1.5 * scale * (q_tangent @ k.swapaxes(2, 3) + q @ k_tangent.swapaxes(2, 3))
-    exact = [x.astype(np.float64) for x in inputs[:2]]
-    kept = attention_weights(*exact, **options)
-    weights = attention_weights(*exact, **options | {"dropout_p": 0})
-    mean = (weights * of_scores).sum(axis=-1, keepdims=True)
-    of_out = (kept * (of_scores + mean)) @ v + kept @ v_tangent
-    return of_out if options.get("layout") == "bhsd" else of_out.swapaxes(1, 2), mean[..., 0]
 
 
 # ---- Edge cases

@@ -29,7 +29,7 @@ from cupy_flash.problem.gradient import ROWS
 
 # Names of the values that follow the addresses of the arguments when a struct is packed: the
 # address of each input's gradient, of the workspace, and of arrays in the workspace.
-_RESULT, _WORKSPACE = "gradient of ", "workspace"
+_RESULT, WORKSPACE = "gradient of ", "workspace"
 # Name of the address of the block mask, which is the last of these values.
 _BLOCK_MASK = "block_mask"
 # Struct fields for the gradients of inputs other than q, k, v and captured arrays.
@@ -170,7 +170,7 @@ def prepare(arguments: GradientArguments, options: Options, context: Context) ->
     plan = make_plan(
         problem, context.device, family=options.family, tile=options.tile, explain=False
     )
-    sources = {name: name for name in ("q", "k", "v", "out", "lse", "dout", _WORKSPACE)}
+    sources = {name: name for name in ("q", "k", "v", "out", "lse", "dout", WORKSPACE)}
     sources |= {_field_of(name): _RESULT + name for name in options.wrt}
     offsets = plan.schedule.workspace_offsets
     sources |= {name: name for name in offsets}
@@ -187,7 +187,7 @@ def prepare(arguments: GradientArguments, options: Options, context: Context) ->
         fixed["block_mask"] = block_mask_fields(context.user_mods.mask_mod, block_mask_key)
         sources |= {"block_mask.memory": _BLOCK_MASK}
     results = tuple(_RESULT + name for name in options.wrt)
-    names = (*fields, *results, _WORKSPACE, *offsets, *((_BLOCK_MASK,) if spec else ()))
+    names = (*fields, *results, WORKSPACE, *offsets, *((_BLOCK_MASK,) if spec else ()))
     given = {
         index: fields.index(f"d{name}")
         for index, name in enumerate(options.wrt)

@@ -1,0 +1,49 @@
+"""Tangents of attention on a GPU: the forward pass, and the kernel that reads its results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cupy_flash.arrays.kinds import read
+from cupy_flash.arrays.streams import on_stream
+from cupy_flash.arrays.strided import is_cupy
+from cupy_flash.calls.arguments import Arguments, TangentArguments
+from cupy_flash.calls.dispatch import Computation, attention, run
+from cupy_flash.calls.gpu.tangents import TANGENTS
+from cupy_flash.calls.options import Options
+
+# The formula in `cupy_flash.reference` computes the tangents of host arrays.
+_TANGENTS = Computation(TANGENTS, None)
+
+
+def on_gpu(
+    inputs: tuple[Any, Any, Any],
+    tangents: tuple[Any, Any, Any],
+    options: Options,
+    modifications: Mapping[str, Any],
+    stream: Any | None = None,
+) -> tuple[Any, Any, Any, Any] | None:
+    """Return out, its tangent, lse and its tangent of a dense call.
+
+    The result is None if q is not on a GPU, no tangent is given, or `seqlens_k` is: no kernel
+    computes these calls.
+
+    Parameters
+    ----------
+    inputs, tangents
+        q, k and v, and the tangents of q, k and v, or None for each tangent that is zero.
+    options, modifications, stream
+        See `cupy_flash.calls.dispatch.attention`.
+    """
+    if stream is not None:
+        with on_stream(stream, inputs[0]):
+            return on_gpu(inputs, tangents, options, modifications)
+    is_served = modifications.get("seqlens_k") is None and any(x is not None for x in tangents)
+    if not is_served or not is_cupy(read("q", inputs[0])):
+        return None
+    options = options._replace(return_lse=True)
+    out, lse = attention(Arguments(*inputs), options, "auto", 0, modifications)
+    arguments = TangentArguments(*inputs, out, lse, *tangents)
+    out_tangent, lse_tangent = run(_TANGENTS, arguments, options, "auto", 0, modifications)
+    return out, out_tangent, lse, lse_tangent

@@ -1,0 +1,113 @@
+"""Error rule of tangents: the naive formula at the precision of the inputs, and error bounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cupy_flash import attention_jvp_reference, attention_reference, attention_weights
+from cupy_flash.reference.dense import error_bound, max_error
+
+
+def directions(arrays: Any, rng: np.random.Generator) -> list[np.ndarray]:
+    """Return a random direction; it is NaN where the arrays are, as padding is."""
+    found = [rng.standard_normal(x.shape).astype(x.dtype) for x in arrays]
+    for tangent, array in zip(found, arrays, strict=True):
+        tangent[np.isnan(array)] = np.nan
+    return found
+
+
+def wide(x: np.ndarray, options: dict[str, Any], heads: int | None = None) -> np.ndarray:
+    """Return magnitudes (batch, heads, seqlen, dim) in float64, with KV heads repeated."""
+    magnitudes = np.abs(x.astype(np.float64))
+    if options.get("layout") != "bhsd":
+        magnitudes = magnitudes.swapaxes(1, 2)
+    return magnitudes if heads is None else magnitudes.repeat(heads // magnitudes.shape[1], 1)
+
+
+def scale_of(inputs: Any, options: dict[str, Any]) -> float:
+    """Return the magnitude of the softmax scale."""
+    scale = options.get("softmax_scale")
+    return float(inputs[0].shape[-1] ** -0.5 if scale is None else abs(scale))
+
+
+def largest_product(inputs: Any, options: dict[str, Any]) -> float:
+    """Return the largest sum of magnitudes of the products that a scaled score is the sum of."""
+    q = wide(inputs[0], options)
+    k = wide(inputs[1], options, q.shape[1])
+    return float(scale_of(inputs, options) * (q @ k.swapaxes(2, 3)).max(initial=0))
+
+
+def tangent_sizes(
+    inputs: Any, direction: Any, options: dict[str, Any]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sums of magnitudes of all terms of the tangents of out and of lse."""
+    q, q_tangent = (wide(x[0], options) for x in (inputs, direction))
+    k, v, k_tangent, v_tangent = (
+        wide(x, options, q.shape[1]) for x in (*inputs[1:], *direction[1:])
+    )
+    # The functions of the gallery have slopes of at most 1.5.
+    of_scores = q_tangent @ k.swapaxes(2, 3) + q @ k_tangent.swapaxes(2, 3)
+    of_scores *= 1.5 * scale_of(inputs, options)
+    exact = [x.astype(np.float64) for x in inputs[:2]]
+    kept = attention_weights(*exact, **options)
+    weights = attention_weights(*exact, **options | {"dropout_p": 0})
+    mean = (weights * of_scores).sum(axis=-1, keepdims=True)
+    of_out = (kept * (of_scores + mean)) @ v + kept @ v_tangent
+    return of_out if options.get("layout") == "bhsd" else of_out.swapaxes(1, 2), mean[..., 0]
+
+
+def naive_out_tangent(inputs: Any, direction: Any, options: dict[str, Any]) -> np.ndarray:
+    """Return the tangent of out by the naive formula, whose operands have the inputs' dtype.
+
+    The weights and their tangents are rounded to this dtype before they are multiplied by v.
+    """
+    q, k, v = inputs
+    dtype, bhsd = q.dtype, options.get("layout") == "bhsd"
+    heads, keys = (k.shape[1], k.shape[2]) if bhsd else (k.shape[2], k.shape[1])
+    units = np.broadcast_to(np.eye(keys), (k.shape[0], heads, keys, keys))
+    units = units if bhsd else units.swapaxes(1, 2)
+    weights, changes = attention_jvp_reference(q, k, units, *direction[:2], **options)
+    axes = (0, 1, 2, 3) if bhsd else (0, 2, 1, 3)
+    heads_q = q.shape[1] if bhsd else q.shape[2]
+
+    def values(x: np.ndarray) -> np.ndarray:
+        return x.transpose(axes).astype(np.float64).repeat(heads_q // heads, 1)
+
+    def operand(x: np.ndarray) -> np.ndarray:
+        return x.transpose(axes).astype(dtype).astype(np.float64)
+
+    v_tangent = np.zeros_like(v) if direction[2] is None else direction[2]
+    # Padding of masked keys may be NaN.
+    v, v_tangent = (np.nan_to_num(values(x)) for x in (v, v_tangent))
+    result = operand(changes) @ v + operand(weights) @ v_tangent
+    return result.transpose(axes).astype(dtype)
+
+
+def check_tangents(
+    results: Any, inputs: Any, direction: Any, options: dict[str, Any], note: object = ""
+) -> None:
+    """Assert that out_tangent and lse_tangent of a call obey the error rule.
+
+    `results` are out, out_tangent, lse and lse_tangent as NumPy arrays.
+    """
+    exact = attention_jvp_reference(*inputs, *direction, **options, return_lse=True)
+    zeros = [np.zeros_like(x) if y is None else y for x, y in zip(inputs, direction, strict=True)]
+    sizes = tangent_sizes(inputs, zeros, options)
+    naive = naive_out_tangent(inputs, direction, options)
+    compute = np.dtype(np.float64 if inputs[0].dtype == np.float64 else np.float32)
+    # With sinks, the scores of keys may be larger than the log-sum-exp.
+    _, lse = attention_reference(*inputs, **options | {"sinks": None}, return_lse=True)
+    ulps = 4 * largest_product(inputs, options) * float(np.finfo(compute).eps)
+    naives = (naive, exact[3])
+    for found, right, size, its_naive in zip(
+        results[1::2], exact[1::2], sizes, naives, strict=True
+    ):
+        # The bound is that of gradients: twice the error of the naive formula, a few ulps of the
+        # result, and of the sum of the magnitudes of its terms, which may cancel. Scores have
+        # errors of ulps of their products.
+        bound = error_bound(its_naive, right, found.dtype)
+        bound += error_bound(size, size, compute, lse=lse) + ulps * size.max(initial=0)
+        error = max_error(found, right)
+        assert error <= bound, f"off by {error:.3g}, allowed {bound:.3g}: {note}"

@@ -198,7 +198,7 @@ class GradientArguments(NamedTuple):
 
 
 class TangentArguments(NamedTuple):
-    """Arrays of a dense call that computes tangents; None for an absent tangent.
+    """Arrays of a call that computes tangents; None for an absent array.
 
     `out` and `lse` are results of the forward call.
     """
@@ -211,6 +211,9 @@ class TangentArguments(NamedTuple):
     q_tangent: Any = None
     k_tangent: Any = None
     v_tangent: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    seqused_k: Any = None
 
     def key_arrays(self, options: Options) -> tuple[Any, ...]:
         """Return all arrays."""
@@ -237,7 +240,15 @@ class TangentArguments(NamedTuple):
     @property
     def forward(self) -> Arguments:
         """Record of the arrays of the forward call."""
-        plain = Arguments(q=self.q, k=self.k, v=self.v, out=self.out)
+        plain = Arguments(
+            q=self.q,
+            k=self.k,
+            v=self.v,
+            out=self.out,
+            cu_seqlens_q=self.cu_seqlens_q,
+            cu_seqlens_k=self.cu_seqlens_k,
+            seqused_k=self.seqused_k,
+        )
         names = self._fields[_FIXED_OF_TANGENTS:]
         return append_arrays(plain, names, self.modification_arrays) if names else plain
 

@@ -116,7 +116,7 @@ def run(
         options, modifications = with_offsets(options, modifications)
     if modifications:
         arguments, mod_key, user_mods = with_modifications(
-            arguments, modifications, backward=options.wrt is not None
+            arguments, modifications, backward=computation is not _ATTENTION
         )
     options = plain_options(options)
     results = None

@@ -23,11 +23,11 @@ def on_gpu(
     options: Options,
     modifications: Mapping[str, Any],
     stream: Any | None = None,
+    lengths: tuple[Any, Any, Any] = (None, None, None),
 ) -> tuple[Any, Any, Any, Any] | None:
-    """Return out, its tangent, lse and its tangent of a dense call.
+    """Return out, its tangent, lse and its tangent.
 
-    The result is None if q is not on a GPU, no tangent is given, or `seqlens_k` is: no kernel
-    computes these calls.
+    The result is None if q is not on a GPU or no tangent is given: then no kernel computes it.
 
     Parameters
     ----------
@@ -35,15 +35,20 @@ def on_gpu(
         q, k and v, and the tangents of q, k and v, or None for each tangent that is zero.
     options, modifications, stream
         See `cupy_flash.calls.dispatch.attention`.
+    lengths
+        Arrays `cu_seqlens_q`, `cu_seqlens_k` and `seqused_k` of a varlen call.
     """
     if stream is not None:
         with on_stream(stream, inputs[0]):
-            return on_gpu(inputs, tangents, options, modifications)
-    is_served = modifications.get("seqlens_k") is None and any(x is not None for x in tangents)
-    if not is_served or not is_cupy(read("q", inputs[0])):
+            return on_gpu(inputs, tangents, options, modifications, lengths=lengths)
+    if all(x is None for x in tangents) or not is_cupy(read("q", inputs[0])):
         return None
     options = options._replace(return_lse=True)
-    out, lse = attention(Arguments(*inputs), options, "auto", 0, modifications)
-    arguments = TangentArguments(*inputs, out, lse, *tangents)
+    cu_seqlens_q, cu_seqlens_k, seqused_k = lengths
+    forward = Arguments(
+        *inputs, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k
+    )
+    out, lse = attention(forward, options, "auto", 0, modifications)
+    arguments = TangentArguments(*inputs, out, lse, *tangents, *lengths)
     out_tangent, lse_tangent = run(_TANGENTS, arguments, options, "auto", 0, modifications)
     return out, out_tangent, lse, lse_tangent

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from cupy_flash.problem.arrays import ArraySpec, Tensors, check_no_self_overlap, tensor_of
+from cupy_flash.problem.arrays import ArraySpec, Shape, Tensors, check_no_self_overlap, tensor_of
 from cupy_flash.problem.gradient import GradientSpec, tangent_of
 from cupy_flash.problem.problem import Problem
 
@@ -28,11 +28,7 @@ def with_gradient(
     rows = {"dout": (dout, problem.shape_of("out"), problem.dtype)}
     rows |= {f"d{n}": (s, problem.shape_of(n), spec.dtype) for n, s in gradients.items()}
     for name, (result, shape, dtype) in rows.items():
-        if result.dtype != dtype:
-            raise TypeError(f"{name} has dtype {result.dtype}; expected {dtype}")
-        if result.shape != shape:
-            shown = (result.shape[1:], shape[1:]) if is_packed else (result.shape, shape)
-            raise ValueError(f"{name} has shape {shown[0]}; expected {shown[1]}")
+        _check(name, result, shape, dtype, is_packed=is_packed)
         if name != "dout":
             check_no_self_overlap(name, result)
         tensors[name] = tensor_of(result, is_packed=is_packed)
@@ -51,16 +47,17 @@ def with_tangents(
     TypeError, ValueError
         If a tangent has another dtype or shape than its input.
     """
+    is_packed = problem.layout.packed_q
     tensors = dict(problem.tensors)
-    for name, spec in tangents.items():
-        if spec.dtype != problem.dtype:
-            raise TypeError(
-                f"{tangent_of(name)} has dtype {spec.dtype}; expected {problem.dtype}, as q has"
-            )
-        if spec.shape != problem.shape_of(name):
-            raise ValueError(
-                f"{tangent_of(name)} has shape {spec.shape}; expected {problem.shape_of(name)}"
-            )
-        tensors[tangent_of(name)] = tensor_of(spec, is_packed=False)
-    tensors[tangent_of("out")] = tensor_of(out_tangent, is_packed=False)
+    for name, spec in {**tangents, "out": out_tangent}.items():
+        _check(tangent_of(name), spec, problem.shape_of(name), problem.dtype, is_packed=is_packed)
+        tensors[tangent_of(name)] = tensor_of(spec, is_packed=is_packed)
     return dataclasses.replace(problem, tensors=Tensors(**tensors), moves=tuple(tangents))
+
+
+def _check(name: str, spec: ArraySpec, shape: Shape, dtype: str, *, is_packed: bool) -> None:
+    if spec.dtype != dtype:
+        raise TypeError(f"{name} has dtype {spec.dtype}; expected {dtype}")
+    if spec.shape != shape:
+        shown = (spec.shape[1:], shape[1:]) if is_packed else (spec.shape, shape)
+        raise ValueError(f"{name} has shape {shown[0]}; expected {shown[1]}")

@@ -10,6 +10,7 @@
 // accumulator fragments of S and S. serve as operand fragments.
 #pragma once
 
+#include "backward/simt/products.cuh"
 #include "ptx/base.cuh"
 #include "score/dropout.cuh"
 #include "score/mask.cuh"
@@ -82,13 +83,13 @@ struct MmaTangents {
   float out[row_tiles][columns_v / 8][4];
   TangentRow<float, 4> rows[lane_rows];
 
-  __device__ MmaTangents(const TangentParams& p, const TileCoord& coord, unsigned shared)
+  __device__ MmaTangents(const TangentParams& p, const TileCoord& coord, const Sequence& sequence,
+                         unsigned shared)
       : p(p),
         coord(coord),
-        sequence{coord.batch, 0, p.seqlen_q, coord.batch, 0, p.seqlen_k},
-        mask(p, coord.batch),
-        tiles(kv_tile_range<Bc, false>(mask, coord.q_begin, min(coord.q_begin + Br, p.seqlen_q), 0,
-                                       1)),
+        sequence(sequence),
+        mask(mask_of<Config>(p, sequence, coord.batch)),
+        tiles(kv_tile_range<Bc, false>(mask, coord.q_begin, q_end(), 0, 1)),
         shared(shared),
         scale(signed_scale<Config, float>(p)) {}
 
@@ -97,8 +98,7 @@ struct MmaTangents {
 #pragma unroll
     for (int r = 0; r < lane_rows; ++r) {
       const int row = row_of(r);
-      rows[r].lse_log2 = row < p.seqlen_q ? lse_log2_of<Config>(p, lse_index() + row)
-                                          : SoftmaxMath<float>::infinity();
+      rows[r].lse_log2 = lse_log2_of<Config>(p, sequence, coord.head, row);
     }
     load_queries();
     load(0, tiles.end - 1);
@@ -126,9 +126,8 @@ struct MmaTangents {
   }
 
  private:
-  __device__ int64 lse_index() const {
-    return (int64(coord.batch) * p.heads_q + coord.head) * p.seqlen_q;
-  }
+  // Returns the end of the query tile's rows.
+  __device__ int q_end() const { return min(coord.q_begin + Br, sequence.seqlen_q); }
 
   // Returns the index of the lane's r-th row.
   __device__ int row_of(int r) const {
@@ -142,41 +141,41 @@ struct MmaTangents {
   // the last one, so a partial query tile is masked, too.
   __device__ bool is_masked(int tile) const {
     if (tile >= tiles.full_end) return true;
-    if (Config::modified && coord.q_begin + Br > p.seqlen_q) return true;
-    if constexpr (Config::window_left) {
-      return tile < mask.template first_full_tile<Bc>(min(coord.q_begin + Br, p.seqlen_q) - 1);
-    }
+    if (Config::modified && q_end() < coord.q_begin + Br) return true;
+    if constexpr (Config::window_left) return tile < mask.template first_full_tile<Bc>(q_end() - 1);
     return false;
   }
 
+  // Starts the loads of the rows from `first` on. Rows that do not exist become zeros.
   template <int Rows, int Dim, class Layout>
-  __device__ void start(unsigned target, const Tensor& tensor, int head, int first, int count) {
+  __device__ void start(unsigned target, const HeadRows<Element>& source, int first) {
     using Copy = RowCopy<Layout, Element, Rows, Dim, threads, Config::alignment>;
-    const Element* source =
-        tensor.head<const Element>(coord.batch, head) + int64(first) * tensor.row_stride;
-    Copy::template start<true>(target, Copy::source(source, tensor.row_stride), tensor.row_stride,
-                               count - first);
+    Copy::template start<true>(target,
+                               Copy::source(source.begin + first * source.stride, source.stride),
+                               source.stride, source.count - first);
   }
 
   __device__ void load_queries() {
-    start<Br, Config::head_dim, KeyLayout>(shared, p.q, coord.head, coord.q_begin, p.seqlen_q);
-    if constexpr (moves_q) {
-      start<Br, Config::head_dim, KeyLayout>(shared + queries_bytes, p.q_tangent, coord.head,
-                                             coord.q_begin, p.seqlen_q);
-    }
+    const auto start_rows = [&](unsigned target, const Tensor& tensor) {
+      start<Br, Config::head_dim, KeyLayout>(
+          target, query_rows<Element>(tensor, sequence, coord.head), coord.q_begin);
+    };
+    start_rows(shared, p.q);
+    if constexpr (moves_q) start_rows(shared + queries_bytes, p.q_tangent);
   }
 
   // Starts the loads of a KV tile, if there is one.
   __device__ void load(int stage, int tile) {
     if (tile >= tiles.begin) {
       const unsigned target = shared + stages_offset + stage * stage_bytes;
+      const auto rows = [&](const Tensor& tensor) {
+        return key_rows<Element>(tensor, sequence, coord.head_kv);
+      };
       const auto start_keys = [&](int offset, const Tensor& tensor) {
-        start<Bc, Config::head_dim, KeyLayout>(target + offset, tensor, coord.head_kv, tile * Bc,
-                                               p.seqlen_k);
+        start<Bc, Config::head_dim, KeyLayout>(target + offset, rows(tensor), tile * Bc);
       };
       const auto start_values = [&](int offset, const Tensor& tensor) {
-        start<Bc, Config::head_dim_v, ValueLayout>(target + offset, tensor, coord.head_kv,
-                                                   tile * Bc, p.seqlen_k);
+        start<Bc, Config::head_dim_v, ValueLayout>(target + offset, rows(tensor), tile * Bc);
       };
       start_keys(0, p.k);
       if constexpr (moves_k) start_keys(k_tangent_offset, p.k_tangent);
@@ -272,7 +271,7 @@ struct MmaTangents {
 #pragma unroll
       for (int r = 0; r < lane_rows; ++r) {
         rows[r].template find_center<lane_keys>(
-            0.25f / p.seqlen_k, [&](int n) { return element(scores, r, n); },
+            0.25f / sequence.seqlen_k, [&](int n) { return element(scores, r, n); },
             [&](int n) { return element(tangents, r, n); });
       }
     }
@@ -349,21 +348,22 @@ struct MmaTangents {
   }
 
   __device__ void finish() {
-    const Element* primal = p.out.head<const Element>(coord.batch, coord.head);
-    Element* target = p.out_tangent.head<Element>(coord.batch, coord.head);
+    const HeadRows<Element> primal = query_rows<Element>(p.out, sequence, coord.head);
+    Element* target = p.out_tangent.head<Element>(sequence.q_batch, coord.head) +
+                      sequence.q_first * p.out_tangent.row_stride;
     const float weight = kept_weight<Config, float>(p);
 #pragma unroll
     for (int r = 0; r < lane_rows; ++r) {
       rows[r].add_lanes();
       const int row = row_of(r);
-      if (row >= p.seqlen_q) continue;
+      if (row >= sequence.seqlen_q) continue;
       const float distance = rows[r].template distance<Config>(p, coord.head);
       const bool has_key = rows[r].has_key;
       if (p.lse_tangent != nullptr && lane % 4 == 0) {
-        static_cast<float*>(p.lse_tangent)[lse_index() + row] =
+        static_cast<float*>(p.lse_tangent)[lse_index<Config>(p, sequence, coord.head, row)] =
             has_key ? rows[r].center + distance : 0;
       }
-      const Element* primal_row = primal + row * p.out.row_stride;
+      const Element* primal_row = primal.begin + row * primal.stride;
       Element* target_row = target + row * p.out_tangent.row_stride;
 #pragma unroll
       for (int j = 0; j < columns_v / 8; ++j) {
@@ -397,9 +397,10 @@ struct MmaTangents {
 template <class Config>
 __device__ void mma_tangents(const TangentParams& p) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  MmaTangents<Config>(p, tile_coord<Config::Br>(p, blockIdx.x),
-                      ptx::shared_address(shared_memory))
-      .run();
+  const TileCoord coord = tile_coord<Config::Br>(p, blockIdx.x);
+  const Sequence sequence = sequence_of<Config>(p, coord.batch);
+  if (coord.q_begin >= sequence.seqlen_q) return;
+  MmaTangents<Config>(p, coord, sequence, ptx::shared_address(shared_memory)).run();
 }
 
 #endif  // __CUDA_ARCH__ >= 800

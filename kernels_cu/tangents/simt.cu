@@ -49,30 +49,27 @@ struct SimtTangents {
   T sums[slices][rows_per_thread][dims_per_thread] = {};
   TangentRow<T, side> rows[rows_per_thread];
 
-  __device__ SimtTangents(const TangentParams& p, const TileCoord& coord, Shared& shared)
+  __device__ SimtTangents(const TangentParams& p, const TileCoord& coord, const Sequence& sequence,
+                          Shared& shared)
       : p(p),
         coord(coord),
-        sequence{coord.batch, 0, p.seqlen_q, coord.batch, 0, p.seqlen_k},
-        mask(p, coord.batch),
+        sequence(sequence),
+        mask(mask_of<Config>(p, sequence, coord.batch)),
         shared(shared),
         scale(signed_scale<Config, T>(p)) {}
 
   __device__ void run() {
 #pragma unroll
     for (int i = 0; i < rows_per_thread; ++i) {
-      rows[i].lse_log2 = row_of(i) < p.seqlen_q ? lse_log2_of<Config>(p, lse_index() + row_of(i))
-                                                : SoftmaxMath<T>::infinity();
+      rows[i].lse_log2 = lse_log2_of<Config>(p, sequence, coord.head, row_of(i));
     }
     const KvTileRange tiles = kv_tile_range<Bc, false>(
-        mask, coord.q_begin, min(coord.q_begin + Br, p.seqlen_q), 0, 1);
+        mask, coord.q_begin, min(coord.q_begin + Br, sequence.seqlen_q), 0, 1);
     for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) process_tile(tile * Bc);
     finish();
   }
 
  private:
-  __device__ int64 lse_index() const {
-    return (int64(coord.batch) * p.heads_q + coord.head) * p.seqlen_q;
-  }
   __device__ int row_of(int i) const { return coord.q_begin + y + i * side; }
   __device__ Rows queries(const Tensor& tensor) const {
     return query_rows<Element>(tensor, sequence, coord.head);
@@ -158,7 +155,7 @@ struct SimtTangents {
 #pragma unroll
     for (int i = 0; i < rows_per_thread; ++i) {
       rows[i].template find_center<keys_per_thread>(
-          T(0.25) / p.seqlen_k, [&](int n) { return scores[i][n]; },
+          T(0.25) / sequence.seqlen_k, [&](int n) { return scores[i][n]; },
           [&](int n) { return tangents[i][n]; });
     }
     for_each([&](int i, int j) { tangents[i][j] = rows[i].add(scores[i][j], tangents[i][j]); });
@@ -170,17 +167,17 @@ struct SimtTangents {
     for (int i = 0; i < rows_per_thread; ++i) {
       rows[i].add_lanes();
       const int row = row_of(i);
-      if (row >= p.seqlen_q) continue;
+      if (row >= sequence.seqlen_q) continue;
       const T distance = rows[i].template distance<Config>(p, coord.head);
       const bool has_key = rows[i].has_key;
       if (p.lse_tangent != nullptr && x == 0) {
-        static_cast<T*>(p.lse_tangent)[lse_index() + row] =
+        static_cast<T*>(p.lse_tangent)[lse_index<Config>(p, sequence, coord.head, row)] =
             has_key ? rows[i].center + distance : T(0);
       }
-      const Element* primal =
-          p.out.head<const Element>(coord.batch, coord.head) + row * p.out.row_stride;
-      Element* target = p.out_tangent.head<Element>(coord.batch, coord.head) +
-                        row * p.out_tangent.row_stride;
+      const Rows primal_rows = queries(p.out);
+      const Element* primal = primal_rows.begin + row * primal_rows.stride;
+      Element* target = p.out_tangent.head<Element>(sequence.q_batch, coord.head) +
+                        (sequence.q_first + int64(row)) * p.out_tangent.row_stride;
 #pragma unroll
       for (int s = 0; s < slices; ++s) {
 #pragma unroll
@@ -200,7 +197,8 @@ template <class Config>
 __device__ void simt_tangents(const TangentParams& p) {
   using Kernel = SimtTangents<Config>;
   extern __shared__ __align__(16) unsigned char shared_memory[];
-  Kernel(p, tile_coord<Config::Br>(p, blockIdx.x),
-         *reinterpret_cast<typename Kernel::Shared*>(shared_memory))
-      .run();
+  const TileCoord coord = tile_coord<Config::Br>(p, blockIdx.x);
+  const Sequence sequence = sequence_of<Config>(p, coord.batch);
+  if (coord.q_begin >= sequence.seqlen_q) return;
+  Kernel(p, coord, sequence, *reinterpret_cast<typename Kernel::Shared*>(shared_memory)).run();
 }

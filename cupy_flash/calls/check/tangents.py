@@ -6,6 +6,7 @@ from cupy_flash.arrays.strided import (
     address_of,
     new_spec,
     require_batch_axes,
+    require_float,
     spec_of,
     to_bshd,
     with_one_batch_axis,
@@ -30,7 +31,9 @@ def check_tangent_call(arguments: TangentArguments, options: Options) -> Checked
     for name in ROWS:
         tangent = getattr(arguments, tangent_of(name))
         if tangent is not None:
-            require_batch_axes(tangent_of(name), tangent, arguments.q)
+            if options.is_dense:
+                require_batch_axes(tangent_of(name), tangent, arguments.q)
+            require_float(tangent_of(name), tangent)
             tangents[name] = spec_of(to_bshd(tangent, options.layout), address_of(tangent))
     out = with_one_batch_axis(arguments.out)
     out_tangent = new_spec(tuple(out.shape), options.layout, problem.dtype)

@@ -19,6 +19,7 @@ from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.gradient import tangent_of
 
 _RESULTS = (tangent_of("out"), tangent_of("lse"))
+_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 
 
 def readable(arguments: TangentArguments, options: Options) -> TangentArguments:
@@ -37,6 +38,9 @@ def prepare(arguments: TangentArguments, options: Options, context: Context) -> 
     )
     names = (*fields, *_RESULTS, WORKSPACE)
     given = ("q", "k", "v", "out", "lse", *map(tangent_of, problem.moves), *_RESULTS)
+    sources = {name: name for name in (*given, *_LENGTHS) if getattr(arguments, name, 0) is not None}
+    if problem.layout.kind == "padded":
+        sources["seqused_k"] = "seqlens_k"
     out = tuple(arguments.out.shape), np.dtype(problem.dtype)
     lse = lse_shape(arguments.q, problem), np.dtype(problem.lse_dtype)
     return Call(
@@ -46,10 +50,9 @@ def prepare(arguments: TangentArguments, options: Options, context: Context) -> 
         uses_torch=context.uses_torch,
         workspace_offsets=(),
         device=cupy_module().cuda.runtime.getDevice(),
-        launches=loaded_launches(
-            plan, options, mod_arrays, {}, {name: name for name in given}, names
-        ),
-        cleared=(),
+        launches=loaded_launches(plan, options, mod_arrays, {}, sources, names),
+        # Kernels do not write rows that belong to no sequence.
+        cleared=tuple(range(len(_RESULTS))) if problem.layout.packed_q else (),
     )
 
 

@@ -6,16 +6,15 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from cupy_flash.families import query_tiles, tangent_common
+from cupy_flash.families import tangent_common
 from cupy_flash.families.contract import (
     Family,
-    heads_in_l2,
     round_up,
     tile_members,
     why_not_blocks,
     why_not_scale,
 )
-from cupy_flash.families.schedule import MAIN_ENTRY, Launch, Schedule, Split
+from cupy_flash.families.schedule import Schedule, Split
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
@@ -50,6 +49,7 @@ class MmaTangentFamily(Family[MmaTangentTile]):
     name = "mma"
     source = "tangents/mma.cu"
     tile_type = MmaTangentTile
+    serves_sequences = True
 
     def _why_not(self, problem: Problem, device: Device) -> str | None:
         if problem.itemsize != 2:
@@ -58,7 +58,7 @@ class MmaTangentFamily(Family[MmaTangentTile]):
             return f"needs too many registers for head dims over {_MAX_DIM}"
         if device.arch < 80:
             return f"needs sm_80 or newer for cp.async and its mma shapes, not {device.sm}"
-        if reason := why_not_scale(problem):
+        if reason := tangent_common.why_not(problem) or why_not_scale(problem):
             return reason
         if self._first_legal(problem, device) is None:
             return f"none of its tiles fits {device.name}"
@@ -90,7 +90,7 @@ class MmaTangentFamily(Family[MmaTangentTile]):
             registers=self._registers(problem, tile),
             min_blocks=tile.min_blocks,
         )
-        return reason or query_tiles.why_not_grid(problem, tile.Br)
+        return reason or tangent_common.why_not_grid(problem, tile.Br)
 
     def _registers(self, problem: Problem, tile: MmaTangentTile) -> int:
         """Return a lower bound: the fragments that are live at once, and 40 other registers."""
@@ -116,13 +116,10 @@ class MmaTangentFamily(Family[MmaTangentTile]):
         return (tile.Br * queries + tile.stages * tile.Bc * of_key) * problem.itemsize
 
     def schedule(self, problem: Problem, device: Device, tile: MmaTangentTile) -> Schedule:
-        main = Launch(
-            *(MAIN_ENTRY, "mma_tangents"),
-            *((query_tiles.query_blocks(problem, tile.Br), 1, 1), 32 * tile.warps),
+        return tangent_common.schedule(
+            *(problem, device, tile.Br, "mma_tangents", 32 * tile.warps),
             *(self.shared_memory(problem, tile), tile.min_blocks),
-            arguments=("tangents",),
         )
-        return Schedule((main,), section_heads=heads_in_l2(problem, device))
 
     def config(self, problem: Problem, tile: MmaTangentTile, split: Split) -> dict[str, int | bool]:
         return {

@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cupy_flash.families import query_tiles, tangent_common
-from cupy_flash.families.contract import (
-    Family,
-    heads_in_l2,
-    tile_members,
-    why_not_shared_memory,
-)
-from cupy_flash.families.schedule import MAIN_ENTRY, Launch, Schedule, Split
+from cupy_flash.families import tangent_common
+from cupy_flash.families.contract import Family, tile_members, why_not_shared_memory
+from cupy_flash.families.schedule import Schedule, Split
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
@@ -34,10 +29,13 @@ class SimtTangentFamily(Family[SimtTangentTile]):
     name = "simt"
     source = "tangents/simt.cu"
     tile_type = SimtTangentTile
+    serves_sequences = True
 
     def _why_not(self, problem: Problem, device: Device) -> str | None:
         if device.arch < 75:
             return f"needs sm_75 or later, and {device.name} is {device.sm}"
+        if reason := tangent_common.why_not(problem):
+            return reason
         return self.why_not_tile(problem, device, self.default_tile(problem, device))
 
     def candidates(self, problem: Problem, device: Device) -> Iterator[SimtTangentTile]:
@@ -49,7 +47,7 @@ class SimtTangentFamily(Family[SimtTangentTile]):
             return f"Br and Bc are {tile.Br} and {tile.Bc}; expected equal multiples of {_SIDE}"
         if reason := why_not_shared_memory(device, self.shared_memory(problem, tile)):
             return reason
-        return query_tiles.why_not_grid(problem, tile.Br)
+        return tangent_common.why_not_grid(problem, tile.Br)
 
     def default_tile(self, problem: Problem, device: Device) -> SimtTangentTile:
         # The number of rows limits the registers for the output: with 64 rows, a thread holds 4
@@ -67,13 +65,10 @@ class SimtTangentFamily(Family[SimtTangentTile]):
         return (slices + weights) * self._accumulator_size(problem)
 
     def schedule(self, problem: Problem, device: Device, tile: SimtTangentTile) -> Schedule:
-        main = Launch(
-            *(MAIN_ENTRY, "simt_tangents"),
-            *((query_tiles.query_blocks(problem, tile.Br), 1, 1), _THREADS),
-            *(self.shared_memory(problem, tile), 1),
-            arguments=("tangents",),
+        return tangent_common.schedule(
+            *(problem, device, tile.Br, "simt_tangents", _THREADS),
+            self.shared_memory(problem, tile),
         )
-        return Schedule((main,), section_heads=heads_in_l2(problem, device))
 
     def config(
         self, problem: Problem, tile: SimtTangentTile, split: Split

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #define __device__
@@ -30,8 +31,9 @@ class Barrier {
 };
 
 struct Warp {
+  static constexpr int most_bytes = 32;  // of a lane
   Barrier barrier{32};
-  unsigned values[32];
+  alignas(8) unsigned char values[32 * most_bytes];
 };
 
 struct Thread {
@@ -74,36 +76,37 @@ inline void Barrier::arrive_and_wait() {
 inline void __syncthreads() { the_block->barrier.arrive_and_wait(); }
 
 // Returns read(values), where `values` holds the `value` of every lane of the warp.
-template <class Read>
-auto among_lanes(unsigned value, Read read) {
+template <class T, class Read>
+auto among_lanes(const T& value, Read read) {
+  static_assert(sizeof(T) <= Warp::most_bytes && std::is_trivially_copyable_v<T>);
   Warp& warp = the_warp();
-  warp.values[threadIdx.x % 32] = value;
+  T* values = reinterpret_cast<T*>(warp.values);
+  std::memcpy(values + threadIdx.x % 32, &value, sizeof value);
   warp.barrier.arrive_and_wait();
-  const auto result = read(warp.values);
+  const auto result = read(static_cast<const T*>(values));
   warp.barrier.arrive_and_wait();
   return result;
 }
 
 template <class T>
 T __shfl_sync(unsigned, T value, int lane) {
-  return T(among_lanes(unsigned(value), [=](const unsigned* all) { return all[lane]; }));
+  return among_lanes(value, [=](const T* all) { return all[lane]; });
 }
 
 template <class T>
 T __shfl_up_sync(unsigned, T value, int distance) {
   const int lane = int(threadIdx.x % 32) - distance;
-  const unsigned own = unsigned(value);
-  return T(among_lanes(own, [=](const unsigned* all) { return lane < 0 ? own : all[lane]; }));
+  return among_lanes(value, [=](const T* all) { return lane < 0 ? value : all[lane]; });
 }
 
 template <class T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
   const int lane = threadIdx.x % 32 ^ mask;
-  return T(among_lanes(unsigned(value), [=](const unsigned* all) { return all[lane]; }));
+  return among_lanes(value, [=](const T* all) { return all[lane]; });
 }
 
 inline unsigned __ballot_sync(unsigned, bool predicate) {
-  return among_lanes(predicate, [](const unsigned* all) {
+  return among_lanes(unsigned(predicate), [](const unsigned* all) {
     unsigned votes = 0;
     for (int lane = 0; lane < 32; ++lane) votes |= all[lane] << lane;
     return votes;

@@ -19,8 +19,11 @@ def directions(arrays: Any, rng: np.random.Generator) -> list[np.ndarray]:
 
 
 def wide(x: np.ndarray, options: dict[str, Any], heads: int | None = None) -> np.ndarray:
-    """Return magnitudes (batch, heads, seqlen, dim) in float64, with KV heads repeated."""
-    magnitudes = np.abs(x.astype(np.float64))
+    """Return magnitudes (batch, heads, seqlen, dim) in float64, with KV heads repeated.
+
+    NaN, which padding is made of, becomes 0.
+    """
+    magnitudes = np.nan_to_num(np.abs(x.astype(np.float64)))
     if options.get("layout") != "bhsd":
         magnitudes = magnitudes.swapaxes(1, 2)
     return magnitudes if heads is None else magnitudes.repeat(heads // magnitudes.shape[1], 1)

@@ -1,4 +1,4 @@
-"""Public function that computes attention together with its tangent (forward-mode derivative)."""
+"""Public functions that compute attention together with its tangent (forward-mode derivative)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 from cupy_flash.calls.dispatch_tangents import on_gpu
 from cupy_flash.calls.options import Options
 from cupy_flash.opaque import opaque
+from cupy_flash.reference.packed_tangents import packed_in_precision_of_inputs
 from cupy_flash.reference.tangents import Tangents, in_precision_of_inputs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cupy_flash.mods.keywords import Modifications
+    from cupy_flash.mods.keywords import Modifications, PackedModifications
 
 
 @opaque
@@ -80,10 +81,10 @@ def flash_attention_jvp(
     Notes
     -----
     On a GPU, the call is `flash_attention` followed by one kernel, which computes the scores and
-    their tangents tile by tile. On the CPU, and with `seqlens_k`, the call uses array operations in
-    chunks of query rows. Either way its memory grows with the lengths of the sequences rather than
-    with their product; a chunk takes up to half a GiB, or one GiB if the inputs are float64. All
-    sums are float32, or float64 for float64 inputs.
+    their tangents tile by tile. On the CPU, it uses array operations in chunks of query rows, which
+    take up to half a GiB, or one GiB if the inputs are float64. Either way the memory grows with
+    the lengths of the sequences rather than with their product. All sums are float32, or float64
+    for float64 inputs.
 
     Masked pairs affect no result, whatever their queries and keys and the tangents of these hold.
     On a GPU, a NaN or infinity in a masked value or its tangent may reach rows that attend to other
@@ -121,6 +122,99 @@ def flash_attention_jvp(
         softmax_scale=softmax_scale,
         q_offset=q_offset,
         layout=layout,
+        return_lse=return_lse,
+        stream=stream,
+        modifications=modifications,
+    )
+
+
+@opaque
+def flash_attention_varlen_jvp(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    q_tangent: Any = None,
+    k_tangent: Any = None,
+    v_tangent: Any = None,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    seqused_k: Any = None,
+    return_lse: bool = False,
+    stream: Any | None = None,
+    **modifications: Unpack[PackedModifications],
+) -> tuple[Any, ...]:
+    """Compute `flash_attention_varlen` and its tangent, see `flash_attention_jvp`.
+
+    Parameters
+    ----------
+    q : array, shape (total_q, heads_q, head_dim)
+        Queries of all sequences in float16, bfloat16, float32 or float64.
+    k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        See `flash_attention_varlen`; pages are not supported.
+    q_tangent, k_tangent, v_tangent : arrays, optional
+        Tangents of q, k and v, with the shapes, the dtype and the array type of these arrays. A
+        missing tangent counts as zeros, and takes no time.
+    causal, softmax_scale, seqused_k, stream
+        See `flash_attention_varlen`.
+    return_lse : bool
+        Whether to return the log-sum-exp of each query row and its tangent, too.
+    **modifications
+        Masks and changes of scores, see `Modifications`. They have no tangents.
+
+    Returns
+    -------
+    out : array, shape (total_q, heads_q, head_dim_v)
+        Output, with the array type and dtype of q. Rows that attend to no key or belong to no
+        sequence have 0.
+    out_tangent : array, shape (total_q, heads_q, head_dim_v)
+        Tangent of the output, with the array type and dtype of q.
+    lse : float32 or float64 array, shape (heads_q, total_q)
+        Log-sum-exp, natural logarithm; float64 for float64 inputs. Only with ``return_lse``.
+    lse_tangent : float32 or float64 array, shape (heads_q, total_q)
+        Tangent of the log-sum-exp, with the dtype of lse. Only with ``return_lse``.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError
+        See `flash_attention_jvp`.
+
+    References
+    ----------
+    Lu and Song, see `flash_attention_jvp`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupy_flash import flash_attention_varlen_jvp
+    >>> q = k = v = np.ones((7, 2, 8), np.float32)
+    >>> ends = [0, 3, 7]
+    >>> out, out_tangent = flash_attention_varlen_jvp(q, k, v, ends, ends, 4, 4, v_tangent=v)
+    >>> out_tangent.shape
+    (7, 2, 8)
+    """
+    tangents = Tangents(q_tangent, k_tangent, v_tangent)
+    options = Options(
+        "varlen",
+        causal=causal,
+        softmax_scale=softmax_scale,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+    )
+    lengths = cu_seqlens_q, cu_seqlens_k, seqused_k
+    results = on_gpu((q, k, v), tangents, options, modifications, stream, lengths)
+    if results is not None:
+        return results if return_lse else results[:2]
+    return packed_in_precision_of_inputs(
+        *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        tangents,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        seqused_k=seqused_k,
         return_lse=return_lse,
         stream=stream,
         modifications=modifications,

@@ -32,6 +32,7 @@ from cupy_flash.arrays.strided import (
 )
 from cupy_flash.mods.keywords import with_offsets
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
+from cupy_flash.mods.on_arrays.scores import FIRST_PAIR, Pairs
 from cupy_flash.mods.shapes import refuse_other_lengths
 from cupy_flash.opaque import opaque
 from cupy_flash.reference.dropout import factors
@@ -187,10 +188,8 @@ def _dense_call(
         convert = result_converter("q", q)
         q_offset, others = with_offsets(q_offset, modifications)
         refuse_other_lengths(others.get, "dense")
-        (q, k, v), tangents = _read_all(q, k, v, tangents)
+        (q, k, v), tangents = read_all(q, k, v, tangents, exact=exact)
         batch, dtype = q.shape[:-3], np.dtype(np.float64) if exact else q.dtype
-        if not exact:
-            _require_dtypes(q, k, v, tangents)
         q, k, v = map(widened, as_bhsd(q, k, v, layout))
         out, out_tangent, *of_rows = tangent_formula(
             *(q, k, v),
@@ -209,13 +208,16 @@ def _dense_call(
         return tuple(map(convert, results))
 
 
-def _read_all(q: Any, k: Any, v: Any, tangents: Tangents) -> tuple[tuple[Any, Any, Any], Tangents]:
+def read_all(
+    q: Any, k: Any, v: Any, tangents: Tangents, *, exact: bool
+) -> tuple[tuple[Any, Any, Any], Tangents]:
     """Return arrays and tangents of any type as `read` does.
 
     Raises
     ------
     TypeError
-        If an argument is not an array, or not in the same memory as q.
+        If an argument is not an array, or not in the same memory as q; and unless `exact`, if
+        dtypes differ, or are not those of `cupy_flash.flash_attention`.
     ValueError
         If a tangent has another shape than its array.
     """
@@ -232,7 +234,10 @@ def _read_all(q: Any, k: Any, v: Any, tangents: Tangents) -> tuple[tuple[Any, An
     for name, tangent in given.items():
         if tangent is not None:
             require_shape(f"{name}_tangent", tangent, tuple(arrays[name].shape), f"that of {name}")
-    return (arrays["q"], arrays["k"], arrays["v"]), Tangents(**given)
+    inputs, tangents = (arrays["q"], arrays["k"], arrays["v"]), Tangents(**given)
+    if not exact:
+        _require_dtypes(*inputs, tangents)
+    return inputs, tangents
 
 
 def _require_dtypes(q: Any, k: Any, v: Any, tangents: Tangents) -> None:
@@ -258,10 +263,12 @@ def tangent_formula(
     softmax_scale: float | None,
     q_offset: int | None,
     bound_mods: BoundModifications,
+    sequence: Pairs = FIRST_PAIR,
 ) -> tuple[Any, Any, Any, Any]:
     """Return out, its tangent, lse and its tangent of (batch, heads, seqlen, dim) arrays.
 
-    All sums are computed in the dtype `compute`, that of the results.
+    All sums are computed in the dtype `compute`, that of the results. `sequence` is the index of
+    the first sequence, and its first rows in packed arrays.
     """
     xp = array_module(q)
     batch, heads_q, seqlen_q, _ = q.shape
@@ -270,7 +277,7 @@ def tangent_formula(
     out, out_tangent = (xp.zeros((batch, heads_q, seqlen_q, v.shape[3]), compute) for _ in range(2))
     lse, lse_tangent = (xp.zeros((batch, heads_q, seqlen_q), compute) for _ in range(2))
     lse[...] = sinks[:, None]
-    for rows in chunks_of_rows(xp, q, k, visible, bound_mods):
+    for rows in chunks_of_rows(xp, q, k, visible, bound_mods, sequence):
         if rows.end == 0:
             continue
         with np.errstate(all="ignore"):

@@ -100,7 +100,8 @@ def _check_tangents(found: Sequence[np.ndarray], expected: Sequence[np.ndarray])
     for array, right in zip(found, expected, strict=True):
         sums = np.float64 if array.dtype == np.float64 else np.float32
         largest = float(np.abs(right.astype(np.float64)).max())
-        bound = float(np.finfo(array.dtype).eps) * largest
+        # A GPU rounds the weights of at most 8 keys, and their tangents, to the inputs' dtype.
+        bound = 8 * float(np.finfo(array.dtype).eps) * max(largest, 1)
         bound += 1000 * float(np.finfo(sums).eps) * max(largest, 1)
         error = max_error(array, right)
         assert error <= bound, f"a tangent is off by {error:.3g}, allowed {bound:.3g}"

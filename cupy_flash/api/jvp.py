@@ -109,9 +109,7 @@ def flash_attention_jvp(
     array([2., 2., 2., 2.], dtype=float32)
     """
     tangents = Tangents(q_tangent, k_tangent, v_tangent)
-    options = Options(
-        causal=causal, softmax_scale=softmax_scale, q_offset=q_offset, layout=layout
-    )
+    options = Options(causal=causal, softmax_scale=softmax_scale, q_offset=q_offset, layout=layout)
     results = on_gpu((q, k, v), tangents, options, modifications, stream)
     if results is not None:
         return results if return_lse else results[:2]

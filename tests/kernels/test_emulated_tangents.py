@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.comparisons import assert_all_equal
+from support.draws import few_then_slow
 from support.emulated_kernels import run_on_host
 from support.gradients.gradient_calls import random_gradient_call
-from support.gradients.tangent_rule import check_tangents, directions
+from support.gradients.tangent_rule import (
+    check_packed_tangents,
+    check_tangents,
+    directions,
+    packed_call,
+)
 
-from cupy_flash import flash_attention
+from cupy_flash import flash_attention, flash_attention_varlen
 from cupy_flash.calls.arguments import TangentArguments, normalized, with_modifications
 from cupy_flash.calls.check.tangents import check_tangent_call
 from cupy_flash.calls.conversions import converted
@@ -31,24 +39,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tangents_on_host(
-    family: str, inputs: Any, direction: Any, options: dict[str, Any], folder: Path
+    family: str,
+    inputs: Any,
+    direction: Any,
+    options: dict[str, Any],
+    folder: Path,
+    lengths: tuple[Any, ...] = (),
 ) -> list[np.ndarray]:
     """Return out, its tangent, lse and its tangent; the tangents are computed by a kernel."""
     plain = {name: options[name] for name in _OPTIONS if name in options}
     mods = {name: value for name, value in options.items() if name not in plain}
-    out, lse = flash_attention(*inputs, **options, return_lse=True, backend="cpu")
     its_options, mods = with_offsets(Options(**plain), mods)
-    arguments = TangentArguments(*inputs, out, lse, *direction)
+    if lengths:
+        longest = dict(zip(("max_seqlen_q", "max_seqlen_k"), lengths[2:], strict=True))
+        its_options = its_options._replace(kind="varlen", **longest)
+        forward = functools.partial(flash_attention_varlen, *inputs, *lengths)
+    else:
+        forward = functools.partial(flash_attention, *inputs)
+    out, lse = forward(**options, return_lse=True, backend="cpu")
+    arguments = TangentArguments(*inputs, out, lse, *direction, *lengths[:2])
     arguments, mod_key, _ = with_modifications(arguments, mods, backward=True)
     its_options = plain_options(its_options._replace(mod_key=mod_key))
     arguments, _ = normalized(arguments, ())
     arguments = converted(arguments, its_options)
     problem, mod_arrays = check_tangent_call(arguments, its_options)
     plan = make_plan(problem, DEVICE, family=family)
-    results = [np.full(x.shape, np.nan, x.dtype) for x in (out, lse)]
+    # The call clears rows that may belong to no sequence.
+    results = [np.full(x.shape, 0 if lengths else np.nan, x.dtype) for x in (out, lse)]
     arrays = dict(zip(("q", "k", "v", "out", "lse"), (*inputs, out, lse), strict=True))
     arrays |= {tangent_of(n): x for n, x in zip("qkv", direction, strict=True) if x is not None}
     arrays |= {tangent_of(n): x for n, x in zip(("out", "lse"), results, strict=True)}
+    arrays |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), lengths, strict=False))
     if problem.layout.kind == "padded":
         arrays["seqused_k"] = arguments.seqlens_k
     run_on_host(plan, its_options, mod_arrays, arrays, folder)
@@ -57,7 +78,7 @@ def tangents_on_host(
 
 @pytest.mark.parametrize("family", FAMILIES["tangent"])
 @pytest.mark.parametrize("kind", ["dense", "padded"])
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", few_then_slow(range(12), 1))
 def test_tangents_obey_the_error_rule(
     family: str, kind: str, number: int, folder: Path, rng: Any
 ) -> None:
@@ -70,3 +91,54 @@ def test_tangents_obey_the_error_rule(
     direction = [x if moved >> i & 1 else None for i, x in enumerate(directions(inputs, rng))]
     results = tangents_on_host(family, inputs, direction, options, folder)
     check_tangents(results, inputs, direction, options, call)
+
+
+@pytest.mark.parametrize("family", FAMILIES["tangent"])
+@pytest.mark.parametrize("number", few_then_slow(range(6), 1))
+def test_packed_sequences_obey_the_error_rule(
+    family: str, number: int, folder: Path, rng: Any
+) -> None:
+    dtype = np.dtype(np.float16 if family == "mma" else rng.choice(("float32", "float64")))
+    inputs, direction, lengths, options = packed_call(rng, dtype)
+    results = tangents_on_host(family, inputs, direction, options, folder, lengths)
+    check_packed_tangents(results, inputs, direction, lengths, options)
+
+
+def arrays_of(rng: Any, dtype: str, seqlens: tuple[int, int]) -> list[np.ndarray]:
+    """Return q, k, v and their tangents: batch 1, 4 query heads, 2 KV heads, dims 40 and 24."""
+    shapes = [(seqlens[0], 4, 40), (seqlens[1], 2, 40), (seqlens[1], 2, 24)] * 2
+    return [rng.standard_normal((1, *shape)).astype(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("mma", "float16"), ("simt", "float32")])
+def test_a_row_with_one_key_has_the_tangent_of_its_value(
+    family: str, dtype: str, folder: Path, rng: Any
+) -> None:
+    arrays = arrays_of(rng, dtype, (150, 150))
+    options = {"window_size": (0, 0), "softcap": 5.0}
+    results = tangents_on_host(family, arrays[:3], arrays[3:], options, folder)
+    np.testing.assert_array_equal(results[1], arrays[5].repeat(2, 2))
+    # A mask may leave one key in any KV tile.
+    mask = np.zeros((150, 150), bool)
+    mask[np.arange(150), rng.permutation(150)] = True
+    results = tangents_on_host(family, arrays[:3], arrays[3:], {"mask": mask}, folder)
+    np.testing.assert_array_equal(results[1], arrays[5][:, mask.argmax(1)].repeat(2, 2))
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("mma", "float16"), ("simt", "float32")])
+def test_what_is_hidden_leaves_no_trace(family: str, dtype: str, folder: Path, rng: Any) -> None:
+    arrays = arrays_of(rng, dtype, (75, 130))
+    mask = rng.random((75, 130)) < 0.7
+    # The first rows attend to no key, and no row to the keys 7 and 90 to 129.
+    mask[:3] = mask[:, 7] = mask[:, 90:] = False
+    expected = tangents_on_host(family, arrays[:3], arrays[3:], {"mask": mask}, folder)
+    for i in (0, 3):
+        arrays[i][:, :3] = np.nan
+    for i in (1, 4):
+        arrays[i][:, 7] = -np.inf
+        arrays[i][:, 90:] = np.nan
+    found = tangents_on_host(family, arrays[:3], arrays[3:], {"mask": mask}, folder)
+    assert_all_equal(found, expected)
+    assert not found[1][:, :3].any()
+    assert not found[3][..., :3].any()
+    assert all(x.any() for x in found)

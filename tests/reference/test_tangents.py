@@ -26,7 +26,6 @@ from cupy_flash import (
     attention_backward_reference,
     attention_jvp_reference,
     attention_reference,
-    attention_weights,
     flash_attention_jvp,
 )
 from cupy_flash.reference import rows

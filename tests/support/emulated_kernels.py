@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from cupy_flash.calls.check.modifications import packed_arguments
@@ -43,7 +42,10 @@ extern "C" void run(const void* params, int blocks, int threads) {{
 
 
 def run_on_host(
-    plan: Plan, options: Options, mod_arrays: Mapping[str, Any], arrays: Mapping[str, Any],
+    plan: Plan,
+    options: Options,
+    mod_arrays: Mapping[str, Any],
+    arrays: Mapping[str, Any],
     folder: Path,
 ) -> None:
     """Run the only kernel of a plan on NumPy arrays, some of which it writes.
@@ -84,9 +86,7 @@ def _compiled(plan: Plan, folder: Path) -> Any:
     lines = [line for line in plan.unit.text.splitlines() if "__INTADDR__" not in line]
     type_of = {"params": "Params", "tangents": "TangentParams"}
     text = '#include "cuda.h"\n'
-    text += "\n".join(lines) + _RUN.format(
-        type=type_of[launch.arguments[0]], entry=launch.entry
-    )
+    text += "\n".join(lines) + _RUN.format(type=type_of[launch.arguments[0]], entry=launch.entry)
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
     library = folder / f"{name}.so"
     if not library.exists():

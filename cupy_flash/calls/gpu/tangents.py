@@ -38,7 +38,8 @@ def prepare(arguments: TangentArguments, options: Options, context: Context) -> 
     )
     names = (*fields, *_RESULTS, WORKSPACE)
     given = ("q", "k", "v", "out", "lse", *map(tangent_of, problem.moves), *_RESULTS)
-    sources = {name: name for name in (*given, *_LENGTHS) if getattr(arguments, name, 0) is not None}
+    lengths = (name for name in _LENGTHS if getattr(arguments, name) is not None)
+    sources = {name: name for name in (*given, *lengths)}
     if problem.layout.kind == "padded":
         sources["seqused_k"] = "seqlens_k"
     out = tuple(arguments.out.shape), np.dtype(problem.dtype)

@@ -10,9 +10,14 @@ from support.comparisons import assert_all_equal
 from support.gpu import cupy
 from support.gpu.gpu_support import DTYPES
 from support.gradients.gradient_calls import random_gradient_call
-from support.gradients.tangent_rule import check_tangents, directions
+from support.gradients.tangent_rule import (
+    check_packed_tangents,
+    check_tangents,
+    directions,
+    packed_call,
+)
 
-from cupy_flash import UnsupportedError, flash_attention_jvp
+from cupy_flash import UnsupportedError, flash_attention_jvp, flash_attention_varlen_jvp
 from cupy_flash.calls import dispatch_tangents
 from cupy_flash.calls.options import Options
 from cupy_flash.families import FAMILIES
@@ -46,15 +51,16 @@ def by_kernel(
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("number", range(40))
-def test_tangents_obey_the_error_rule(family: str, dtype: str, number: int, rng: Any) -> None:
+@pytest.mark.parametrize("kind", ["dense", "padded"])
+@pytest.mark.parametrize("number", range(20))
+def test_tangents_obey_the_error_rule(
+    family: str, dtype: str, kind: str, number: int, rng: Any
+) -> None:
     longest = (330, 450) if family == "mma" else (90, 150)
-    call = random_gradient_call(rng, dtype, "dense", longest=longest)
+    call = random_gradient_call(rng, dtype, kind, longest=longest)
     inputs, host_options = call.forward.given(np)
     moved = rng.integers(1, 8)
-    direction = [
-        x if moved >> i & 1 else None for i, x in enumerate(directions(inputs, rng))
-    ]
+    direction = [x if moved >> i & 1 else None for i, x in enumerate(directions(inputs, rng))]
     on_gpu, options = call.forward.given(cupy)
     its_direction = [None if x is None else cupy.asarray(x) for x in direction]
     try:
@@ -100,3 +106,16 @@ def test_what_is_hidden_leaves_no_trace(dtype: str, rng: Any) -> None:
     assert not found[1][:, :3].any()
     assert not found[3][..., :3].any()
     assert all(x.any() for x in found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("number", range(8))
+def test_packed_sequences_obey_the_error_rule(dtype: str, number: int, rng: Any) -> None:
+    inputs, direction, lengths, options = packed_call(rng, DTYPES[dtype])
+    on_gpu = [cupy.asarray(x) for x in (*inputs, *lengths[:2], *direction)]
+    poison(*on_gpu[:3])
+    results = flash_attention_varlen_jvp(
+        *on_gpu[:5], *lengths[2:], *on_gpu[5:], return_lse=True, **options
+    )
+    found = [cupy.asnumpy(x) for x in results]
+    check_packed_tangents(found, inputs, direction, lengths, options)

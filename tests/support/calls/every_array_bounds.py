@@ -8,7 +8,8 @@ Let u be half the eps of the inputs, and w the largest magnitude of an element o
 - *Log-sum-exp*: `lse_bound` for the GPU, and once more for the CPU backend.
 - *Gradients*: the error rule of the gradients, `gradient_bound`.
 - *Tangents*: these calls sum at most a few hundred terms, of magnitudes up to ten times the largest
-  tangent, in float32 or float64. The result is rounded once.
+  tangent, in float32 or float64. A GPU rounds weights and their tangents to the inputs' dtype: by
+  u w, and by u w times the sum of the magnitudes of these tangents. The result is rounded once.
 - *Rotated rows*: GPU and CPU round each element once, and gradients of rotated rows twice.
 - *8-bit numbers* and their scales: the same bits.
 - *Attention weights*: GPU and CPU compute them in float64, and each round once to float32.
@@ -100,7 +101,6 @@ def _check_tangents(found: Sequence[np.ndarray], expected: Sequence[np.ndarray])
     for array, right in zip(found, expected, strict=True):
         sums = np.float64 if array.dtype == np.float64 else np.float32
         largest = float(np.abs(right.astype(np.float64)).max())
-        # A GPU rounds the weights of at most 8 keys, and their tangents, to the inputs' dtype.
         bound = 8 * float(np.finfo(array.dtype).eps) * max(largest, 1)
         bound += 1000 * float(np.finfo(sums).eps) * max(largest, 1)
         error = max_error(array, right)

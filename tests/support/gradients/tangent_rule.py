@@ -114,3 +114,59 @@ def check_tangents(
         bound += error_bound(size, size, compute, lse=lse) + ulps * size.max(initial=0)
         error = max_error(found, right)
         assert error <= bound, f"off by {error:.3g}, allowed {bound:.3g}: {note}"
+
+
+def packed_call(rng: np.random.Generator, dtype: Any) -> tuple[Any, Any, tuple[Any, ...], Any]:
+    """Return q, k and v of packed sequences, their tangents, the lengths, and options.
+
+    Some sequences are empty, and the last rows belong to none.
+    """
+    batch = int(rng.integers(1, 6))
+    heads_kv = int(rng.integers(1, 3))
+    heads, dims = heads_kv * int(rng.integers(1, 3)), rng.choice((5, 24, 64), 2)
+    lengths = [rng.integers(0, 130, batch) * (rng.random(batch) < 0.8) for _ in range(2)]
+    starts = [np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in lengths]
+    totals = [int(x[-1]) + int(rng.integers(3)) for x in starts]
+    shapes = (
+        (totals[0], heads, int(dims[0])),
+        (totals[1], heads_kv, int(dims[0])),
+        (totals[1], heads_kv, int(dims[1])),
+    )
+    inputs, direction = (
+        [rng.standard_normal(shape).astype(dtype) for shape in shapes] for _ in range(2)
+    )
+    longest = tuple(max(1, int(x.max())) for x in lengths)
+    options: dict[str, Any] = {"causal": bool(rng.integers(2))}
+    if rng.integers(2):
+        options["softcap"] = 2.0
+    if rng.integers(2):
+        options["window_size"] = (int(rng.integers(20)), int(rng.integers(20)))
+    if rng.integers(2):
+        options["sinks"] = rng.standard_normal(heads).astype(np.float32)
+    return inputs, direction, (*starts, *longest), options
+
+
+def check_packed_tangents(
+    results: Any, inputs: Any, direction: Any, lengths: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    """Assert that each sequence of a varlen call obeys the error rule, and that other rows are 0.
+
+    `results` are out, out_tangent, lse and lse_tangent as NumPy arrays, and `lengths` those of
+    `packed_call`.
+    """
+    starts_q, starts_k, *_ = lengths
+    out, out_tangent, lse, lse_tangent = results
+    for b in range(len(starts_q) - 1):
+        rows = slice(starts_q[b], starts_q[b + 1])
+        spans = (rows, *[slice(starts_k[b], starts_k[b + 1])] * 2)
+        if rows.start == rows.stop:
+            continue
+        found = [x[None, rows] for x in (out, out_tangent)]
+        found += [x[None, :, rows] for x in (lse, lse_tangent)]
+        of_inputs, of_direction = (
+            [None if x is None else x[None, span] for x, span in zip(arrays, spans, strict=True)]
+            for arrays in (inputs, direction)
+        )
+        check_tangents(found, of_inputs, of_direction, options, (b, options))
+    assert not out_tangent[starts_q[-1] :].any()
+    assert not lse_tangent[:, starts_q[-1] :].any()

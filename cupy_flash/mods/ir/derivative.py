@@ -26,18 +26,22 @@ _MOST_DIVISORS = 8
 
 # Cached, because the CPU backend requests the same derivative for each block of scores.
 @functools.lru_cache(maxsize=256)
-def derivative(root: Node, of: Node) -> Node:
+def derivative(root: Node, of: Node, order: int = 1) -> Node:
     """Return the derivative of the expression `root` with respect to the node `of`.
 
     The node `of` is the score or the load of an element. A derivative that is 0 or 1 everywhere is
-    returned as this literal.
+    returned as this literal. `order` is 1, or 2 for the derivative of the derivative.
 
     Raises
     ------
     TypeError
         If the expression has CUDA source of the user, which is not analyzed.
     """
-    return _Tangents(postorder(root), of).of[root]
+    tangents = _Tangents(postorder(root), of)
+    for _ in range(order - 1):
+        root = tangents.of[root]
+        tangents = _Tangents(postorder(root), of, tangents)
+    return tangents.of[root]
 
 
 class Partial(NamedTuple):
@@ -122,12 +126,16 @@ def slopes_of(score: Node | None, names: tuple[str, ...]) -> Slopes:
 class _Tangents:
     """Derivatives of nodes, each after its arguments, with respect to the node `of`.
 
-    All other nodes have derivative 0. The attribute `of` holds the derivatives, keyed by node.
+    All other nodes have derivative 0. The attribute `of` holds the derivatives, keyed by node. If
+    the nodes are those of a derivative, `before` is the object that computed it.
     """
 
-    def __init__(self, nodes: Iterable[Node], of: Node) -> None:
+    def __init__(self, nodes: Iterable[Node], of: Node, before: _Tangents | None = None) -> None:
         self._products: dict[tuple[Node, Node], Node] = {}
-        self._choices: dict[Node, int] = {}
+        self._choices: dict[Node, int] = {} if before is None else before._choices
+        # Factor and tangent of each product that `_times` computes where the tangent is not 0.
+        self._guarded: dict[Node, tuple[Node, Node]] = {}
+        self._guarded_before = {} if before is None else before._guarded
         self.of: dict[Node, Node] = {}
         for node in nodes:
             self.of[node] = ONE if node is of else self._tangent(node)
@@ -137,12 +145,25 @@ class _Tangents:
     def _tangent(self, node: Node) -> Node:
         if node.op == "cuda":
             raise TypeError("CUDA source has no derivative; differentiate the Python function")
+        if node in self._guarded_before:
+            return self._of_guarded(*self._guarded_before[node])
         tangents = [self.of.get(argument, ZERO) for argument in node.args]
         if node.type != REAL or all(map(is_zero, tangents)):
             return ZERO
         rule = OPERATIONS[node.op].derivative
         assert rule is not None
         return rule(self, node, *tangents)
+
+    def _of_guarded(self, factor: Node, tangent: Node) -> Node:
+        """Return the derivative of `times(factor, tangent)`, also where the tangent is 0.
+
+        The tangent may be 0 because it changes its sign there. Then its own derivative is not 0.
+        """
+        of_factor = self.times(self.of.get(factor, ZERO), tangent)
+        of_tangent = self.times(factor, self.of[tangent])
+        if is_zero(of_factor) or is_zero(of_tangent):
+            return of_tangent if is_zero(of_factor) else of_factor
+        return operation("add", of_factor, of_tangent)
 
     def times(self, factor: Node, tangent: Node) -> Node:
         """Return the product, which is 0 where the tangent is 0 or where a `where` selects 0.
@@ -161,7 +182,9 @@ class _Tangents:
         choices = self._zero_choices(tangent)
         if choices > _MOST_CHOICES:
             product = operation("mul", factor, tangent)
-            return operation("where", operation("eq", tangent, ZERO), ZERO, product)
+            guarded = operation("where", operation("eq", tangent, ZERO), ZERO, product)
+            self._guarded[guarded] = factor, tangent
+            return guarded
         if choices:
             is_where = tangent.op == "where"
             kept = tangent.args[:1] if is_where else ()

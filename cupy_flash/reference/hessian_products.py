@@ -182,7 +182,7 @@ def _dense_call(
             raise ValueError(
                 f"dout has shape {tuple(dout.shape)}; expected {expected}, as the output"
             )
-        given = {name: None if x is None else read(name, x) for name, x in of_lse.items()}
+        given: dict[str, Any] = {n: x if x is None else read(n, x) for n, x in of_lse.items()}
         require_one_memory({"q": bhsd["q"]} | {n: x for n, x in given.items() if x is not None})
         for name, x in given.items():
             if x is not None:

@@ -249,9 +249,9 @@ class DenseCall(NamedTuple):
         if not exact:
             _require_dtypes(arrays, tangents)
         dtype = np.dtype(np.float64) if exact else q.dtype
-        operands = map(widened, as_bhsd(*(arrays[name] for name in ROWS), layout))
-        wide = {name: to_bhsd(widened(x), layout) for name, x in arrays.items() if name not in ROWS}
-        wide |= zip(ROWS, operands, strict=True)
+        operands = map(widened, as_bhsd(q, arrays["k"], arrays["v"], layout))
+        wide = dict(zip(ROWS, operands, strict=True))
+        wide |= {n: to_bhsd(widened(x), layout) for n, x in arrays.items() if n not in ROWS}
         sizes = sizes_of(wide["q"], wide["k"])
         options = {
             "compute": precision_of(dtype),

@@ -133,9 +133,9 @@ class _Tangents:
     def __init__(self, nodes: Iterable[Node], of: Node, before: _Tangents | None = None) -> None:
         self._products: dict[tuple[Node, Node], Node] = {}
         self._choices: dict[Node, int] = {} if before is None else before._choices
-        # Factor and tangent of each product that `_times` computes where the tangent is not 0.
-        self._guarded: dict[Node, tuple[Node, Node]] = {}
-        self._guarded_before = {} if before is None else before._guarded
+        # Products that `_times` computes only where a tangent is not 0, with this tangent.
+        self._guards: dict[Node, Node] = {}
+        self._guards_before = {} if before is None else before._guards
         self.of: dict[Node, Node] = {}
         for node in nodes:
             self.of[node] = ONE if node is of else self._tangent(node)
@@ -145,8 +145,8 @@ class _Tangents:
     def _tangent(self, node: Node) -> Node:
         if node.op == "cuda":
             raise TypeError("CUDA source has no derivative; differentiate the Python function")
-        if node in self._guarded_before:
-            return self._of_guarded(*self._guarded_before[node])
+        if node in self._guards_before:
+            return self._of_guarded(node, self._guards_before[node])
         tangents = [self.of.get(argument, ZERO) for argument in node.args]
         if node.type != REAL or all(map(is_zero, tangents)):
             return ZERO
@@ -154,16 +154,14 @@ class _Tangents:
         assert rule is not None
         return rule(self, node, *tangents)
 
-    def _of_guarded(self, factor: Node, tangent: Node) -> Node:
-        """Return the derivative of `times(factor, tangent)`, also where the tangent is 0.
+    def _of_guarded(self, node: Node, tangent: Node) -> Node:
+        """Return the derivative of a product that is computed only where `tangent` is not 0.
 
-        The tangent may be 0 because it changes its sign there. Then its own derivative is not 0.
+        Where the tangent is 0 because it changes its sign, the product has a derivative as well.
+        Where a `where` selects 0, the derivative of the tangent is 0, too.
         """
-        of_factor = self.times(self.of.get(factor, ZERO), tangent)
-        of_tangent = self.times(factor, self.of[tangent])
-        if is_zero(of_factor) or is_zero(of_tangent):
-            return of_tangent if is_zero(of_factor) else of_factor
-        return operation("add", of_factor, of_tangent)
+        are_zero = (operation("eq", x, ZERO) for x in (tangent, self.of[tangent]))
+        return operation("where", operation("and", *are_zero), ZERO, self.of[node.args[2]])
 
     def times(self, factor: Node, tangent: Node) -> Node:
         """Return the product, which is 0 where the tangent is 0 or where a `where` selects 0.
@@ -183,13 +181,16 @@ class _Tangents:
         if choices > _MOST_CHOICES:
             product = operation("mul", factor, tangent)
             guarded = operation("where", operation("eq", tangent, ZERO), ZERO, product)
-            self._guarded[guarded] = factor, tangent
+            self._guards[guarded] = tangent
             return guarded
         if choices:
             is_where = tangent.op == "where"
             kept = tangent.args[:1] if is_where else ()
             parts = (self.times(factor, part) for part in tangent.args[len(kept) :])
-            return operation(tangent.op, *kept, *parts)
+            result = operation(tangent.op, *kept, *parts)
+            if tangent in self._guards:
+                self._guards[result] = self._guards[tangent]
+            return result
         if factor is MINUS_ONE:
             return operation("neg", tangent)
         if factor.op == "div" and factor.args[0] is ONE:

@@ -29,8 +29,9 @@ def curvatures(scores: Scores, x: Any, pairs: Pairs, xp: Any) -> Any:
 
     def of_mod(order: int) -> Any:
         """Return derivatives of the user's function."""
+        assert mod is not None
         position = pairs.row + pairs.q_offset
-        return scores.score_mod.derivative(
+        return mod.derivative(
             *(capped, pairs.b, pairs.h, position, pairs.j),
             q_start=pairs.q_start,
             k_start=pairs.k_start,

@@ -24,7 +24,7 @@ import numpy as np
 
 from cupy_flash.arrays.kinds import read, result_converter
 from cupy_flash.arrays.streams import on_stream
-from cupy_flash.arrays.strided import array_module, require_shape
+from cupy_flash.arrays.strided import array_module, require_float, require_shape
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.mods.on_arrays.score_curvatures import curvatures
 from cupy_flash.opaque import opaque
@@ -186,6 +186,7 @@ def _dense_call(
         require_one_memory({"q": bhsd["q"]} | {n: x for n, x in given.items() if x is not None})
         for name, x in given.items():
             if x is not None:
+                require_float(name, x)
                 require_shape(name, x, (*call.batch, *rows[1:]), "as lse")
                 given[name] = x.reshape(rows)
         found = hessian_formula(**bhsd, **given, tangents=call.tangents, **call.options)
@@ -270,31 +271,49 @@ def _of_pairs(
 ) -> _OfPairs:
     """Return the values of a chunk, given its rows of all arrays, its scores and their tangents."""
     p, seen, slope, _ = softmax_and_slope(xp, x, rows, bound_mods, sink)
-    curvature = None if x_tangent is None else curvatures(bound_mods.scores, x, rows.pairs, xp)
     kept = factors(bound_mods.dropout, rows.pairs, x.dtype, xp)
-    p_tangent = xp.zeros_like(p)
-    if x_tangent is not None:
-        dt = xp.where(seen, x_tangent if slope is None else x_tangent * slope, 0)
-        p_tangent = p * (dt - (p * dt).sum(axis=1)[:, None])
-    dp = xp.where(seen, xp.matmul(given["dout"], given["v"].T) * kept, 0)
-    dp_tangent = xp.zeros_like(p)
+
+    def hide(values: Any) -> Any:
+        """Return values with masked pairs set to 0, in place."""
+        xp.copyto(values, 0, where=~seen)
+        return values
+
+    if x_tangent is None:
+        p_tangent = xp.zeros_like(p)
+    else:
+        p_tangent = hide(x_tangent * (1 if slope is None else slope))
+        p_tangent -= (p * p_tangent).sum(axis=1)[:, None]
+        p_tangent *= p
+    dp, dp_tangent = xp.matmul(given["dout"], given["v"].T), xp.zeros_like(p)
     for of_queries, of_keys in (("dout_tangent", "v"), ("dout", "v_tangent")):
         if of_queries in given and of_keys in given:
             dp_tangent += xp.matmul(given[of_queries], given[of_keys].T)
-    dp_tangent = xp.where(seen, dp_tangent * kept, 0)
+    for values in (dp, dp_tangent):
+        values *= kept
+        hide(values)
     d = (p * dp).sum(axis=1) - given.get("dlse", 0)
-    d_tangent = (p_tangent * dp + p * dp_tangent).sum(axis=1) - given.get("dlse_tangent", 0)
+    d_tangent = (p_tangent * dp).sum(axis=1) + (p * dp_tangent).sum(axis=1)
+    d_tangent -= given.get("dlse_tangent", 0)
     dp -= d[:, None]
     dp_tangent -= d_tangent[:, None]
-    # The gradients of a fully masked row are 0, whatever its dlse holds.
-    dt = xp.where(seen, p * dp, 0)
-    dt_tangent = xp.where(seen, p_tangent * dp + p * dp_tangent, 0)
-    dx, dx_tangent = dt, dt_tangent
+    # From here on, these are the gradients of the modified scores, and their tangents. They are 0
+    # in a fully masked row, whatever its dlse holds.
+    dp_tangent *= p
+    dp_tangent += p_tangent * dp
+    dp *= p
+    dx, dx_tangent = hide(dp), hide(dp_tangent)
     if slope is not None:
-        dx, dx_tangent = (xp.where(seen, values * slope, 0) for values in (dt, dt_tangent))
-    if curvature is not None:
-        dx_tangent += xp.where(seen, dt * curvature * x_tangent, 0)
-    return _OfPairs(seen, p * kept, p_tangent * kept, dx, dx_tangent)
+        dx_tangent *= slope
+        if x_tangent is not None:
+            curvature = curvatures(bound_mods.scores, x, rows.pairs, xp)
+            if curvature is not None:
+                dx_tangent += dx * curvature * x_tangent
+        dx *= slope
+        for values in (dx, dx_tangent):
+            hide(values)
+    p_tangent *= kept
+    p *= kept
+    return _OfPairs(seen, p, p_tangent, dx, dx_tangent)
 
 
 def _sum(xp: Any, seen: Any, *products: tuple[Any, Any]) -> Any:

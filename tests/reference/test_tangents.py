@@ -12,6 +12,16 @@ import pytest
 from support.calls.modified_calls import ModifiedCall
 from support.comparisons import assert_all_close, assert_all_equal, peak_memory
 from support.foreign import Foreign
+from support.gradients.directions import (
+    STEP,
+    arrays_of_rows,
+    every_modification,
+    largest_product,
+    magnitudes,
+    random_arrays,
+    size_of,
+    tangents_of,
+)
 from support.gradients.gradient_calls import (
     GradientCall,
     random_gradient_call,
@@ -20,8 +30,6 @@ from support.gradients.gradient_calls import (
 
 import cupy_flash
 from cupy_flash import (
-    MaskMod,
-    ScoreMod,
     attention_backward_reference,
     attention_jvp_reference,
     attention_reference,
@@ -33,21 +41,6 @@ from cupy_flash.reference.dense import error_bound, max_error
 
 KINDS = ("dense", "padded")
 FUNCTIONS = pytest.mark.parametrize("function", [attention_jvp_reference, flash_attention_jvp])
-# Step of the difference quotients.
-STEP = 1e-4
-
-
-def tangents_of(arrays: Any, rng: np.random.Generator) -> list[np.ndarray]:
-    """Return a random direction; it is NaN where the arrays are, as padding is."""
-    found = [rng.standard_normal(x.shape).astype(x.dtype) for x in arrays]
-    for tangent, array in zip(found, arrays, strict=True):
-        tangent[np.isnan(array)] = np.nan
-    return found
-
-
-def size_of(x: np.ndarray) -> float:
-    """Return the largest finite magnitude, at least 1."""
-    return float(np.abs(x[np.isfinite(x)]).max(initial=1))
 
 
 # ---- The definition
@@ -146,27 +139,8 @@ def test_gradients_are_the_transpose_of_tangents(kind: str, number: int, rng: An
 
 def test_every_modification_is_part_of_the_definition(rng: Any) -> None:
     """The random calls above may lack one; this call has most of them at once."""
-    q, k, v = (rng.standard_normal((2, n, h, 8)) for n, h in ((7, 4), (11, 2), (11, 2)))
-    options: dict[str, Any] = {
-        "causal": True,
-        "window_size": (3, None),
-        "prefix_lens": [2, 0],
-        "q_offset": [3, 5],
-        "softcap": 3.0,
-        "softmax_scale": 0.6,
-        "alibi_slopes": rng.random(4),
-        "bias": rng.standard_normal((2, 1, 7, 11)),
-        "mask": rng.random((1, 4, 7, 11)) < 0.8,
-        "sinks": rng.standard_normal(4),
-        "dropout_p": 0.25,
-        "dropout_seed": [5, 1],
-        "score_mod": ScoreMod(
-            lambda score, h, j, gain, shift: gain[h] * score * score + np.sin(score) * shift[j],
-            gain=rng.random(4),
-            shift=rng.standard_normal(11),
-        ),
-        "mask_mod": MaskMod(lambda i, j: (i + j) % 4 != 1),
-    }
+    q, k, v = arrays_of_rows(rng)
+    options = every_modification(rng)
     call = GradientCall(ModifiedCall("dense", "float64", {"q": q, "k": k, "v": v}, options), q)
     check_by_differences(call, rng, attention_jvp_reference)
     direction = tangents_of((q, k, v), rng)
@@ -207,30 +181,13 @@ def test_results_obey_the_error_rule(dtype: str, number: int, rng: Any) -> None:
             assert bound <= 1000 * float(np.finfo(compute).eps) * size.max()
 
 
-def wide(x: np.ndarray, options: dict[str, Any], heads: int | None = None) -> np.ndarray:
-    """Return magnitudes (batch, heads, seqlen, dim) in float64, with KV heads repeated."""
-    magnitudes = np.abs(x.astype(np.float64))
-    if options.get("layout") != "bhsd":
-        magnitudes = magnitudes.swapaxes(1, 2)
-    return magnitudes if heads is None else magnitudes.repeat(heads // magnitudes.shape[1], 1)
-
-
-def largest_product(inputs: Any, options: dict[str, Any]) -> float:
-    """Return the largest sum of magnitudes of the products that a scaled score is the sum of."""
-    q = wide(inputs[0], options)
-    k = wide(inputs[1], options, q.shape[1])
-    scale = options.get("softmax_scale")
-    scale = q.shape[-1] ** -0.5 if scale is None else abs(scale)
-    return float(scale * (q @ k.swapaxes(2, 3)).max(initial=0))
-
-
 def tangent_sizes(
     inputs: Any, direction: Any, options: dict[str, Any]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the sums of magnitudes of all terms of the tangents of out and of lse."""
-    q, q_tangent = (wide(x[0], options) for x in (inputs, direction))
+    q, q_tangent = (magnitudes(x[0], options) for x in (inputs, direction))
     k, v, k_tangent, v_tangent = (
-        wide(x, options, q.shape[1]) for x in (*inputs[1:], *direction[1:])
+        magnitudes(x, options, q.shape[1]) for x in (*inputs[1:], *direction[1:])
     )
     scale = options.get("softmax_scale")
     scale = q.shape[-1] ** -0.5 if scale is None else abs(scale)
@@ -245,14 +202,6 @@ def tangent_sizes(
 
 
 # ---- Edge cases
-
-
-def random_arrays(
-    rng: np.random.Generator, seqlens: tuple[int, int] = (11, 23), dtype: Any = np.float64
-) -> list[np.ndarray]:
-    """Return q, k, v and their tangents: batch 2, 4 query heads, 2 KV heads, dims 8 and 5."""
-    shapes = [(seqlens[0], 4, 8), (seqlens[1], 2, 8), (seqlens[1], 2, 5)] * 2
-    return [rng.standard_normal((2, *shape)).astype(dtype) for shape in shapes]
 
 
 @FUNCTIONS

@@ -186,14 +186,12 @@ def scratch_bytes(
 
 
 def _compute_tangents(static: StaticCall, frame: Frame, device: int) -> None:
-    """Compute tangents by operations of CuPy on the current stream, which the call waits for."""
+    """Compute tangents by operations of CuPy on the current stream."""
     given, results = _by_name(static, frame, device)
     functions = {name: _on_device(token, device) for name, token in static.functions}
     made = static.tangents(given, functions)
     for name, tangent in zip(static.results, made, strict=True):
         results[name][...] = tangent
-    # CuPy may give the memory of its intermediate results to another stream.
-    cupy_module().cuda.get_current_stream().synchronize()
 
 
 def _prepare(frame: Frame, device: int) -> _Prepared:

@@ -13,6 +13,7 @@ from cupy_flash.api.check_mod import check_mod
 from cupy_flash.api.combine import combine
 from cupy_flash.api.dense import flash_attention, flash_attention_qkvpacked
 from cupy_flash.api.dropout_mask import dropout_mask
+from cupy_flash.api.hvp import flash_attention_hvp
 from cupy_flash.api.jvp import flash_attention_jvp, flash_attention_varlen_jvp
 from cupy_flash.api.kvcache import flash_attention_with_kvcache
 from cupy_flash.api.plan import plan, plan_backward, plan_varlen, plan_with_kvcache
@@ -33,6 +34,7 @@ from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.tile import Tile
 from cupy_flash.reference.dense import attention_reference
 from cupy_flash.reference.gradients import attention_backward_reference
+from cupy_flash.reference.hessian_products import attention_hvp_reference
 from cupy_flash.reference.masks import plot_mask, seen_pairs
 from cupy_flash.reference.packed import attention_varlen_reference, attention_with_kvcache_reference
 from cupy_flash.reference.packed_gradients import attention_varlen_backward_reference
@@ -55,6 +57,7 @@ __all__ = [
     "apply_rotary",
     "apply_rotary_vjp",
     "attention_backward_reference",
+    "attention_hvp_reference",
     "attention_jvp_reference",
     "attention_reference",
     "attention_varlen_backward_reference",
@@ -67,6 +70,7 @@ __all__ = [
     "dropout_mask",
     "flash_attention",
     "flash_attention_backward",
+    "flash_attention_hvp",
     "flash_attention_jvp",
     "flash_attention_qkvpacked",
     "flash_attention_qkvpacked_backward",

@@ -20,7 +20,10 @@ BROADCAST = {"bias": 4, "mask": 4, "alibi_slopes": 2, "q_scale": 3, "k_scale": 3
 # Those that calls of many sequences take with a batch axis of length 1.
 _OF_ONE_SEQUENCE = ("bias", "mask")
 # Arrays of dense calls with the batch axes of q: the axis of the batches is one more.
-_WITH_BATCH_AXES = (*ROWS, *TANGENTS, "out", "dout", "lse", "dlse")
+_WITH_BATCH_AXES = (
+    *(*ROWS, "out", "dout", "lse", "dlse"),
+    *(*TANGENTS, "dout_tangent", "dlse_tangent"),
+)
 # Arrays whose leading axis is that of the sequences.
 _OF_SEQUENCES = (
     *("q", "k", "v", "prefix_lens", "seqlens_k", "q_offset", "tree_mask", "cache_leftpad"),

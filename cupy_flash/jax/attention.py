@@ -73,6 +73,9 @@ def flash_attention(
     TypeError
         If an argument has a wrong type or dtype, a number is traced, or an argument without a
         gradient is differentiated: any but q, k, v, bias and sinks, and all of a float8 call.
+    NotImplementedError
+        If a bias or sinks have a tangent in forward mode or a second derivative, and for a third
+        derivative.
     ValueError, UnsupportedError, CompileError
         See `cupy_flash.flash_attention` and `cupy_flash.flash_attention_backward`. Inside a
         compiled function, errors about the contents of arrays or the GPU are raised by JAX when

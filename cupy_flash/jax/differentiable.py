@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,13 @@ from cupy_flash.arrays.kinds import elements, host_array_on_gpu, unshared
 from cupy_flash.differentiable import WITH_GRADIENT, DifferentiableCall, with_plain_dropout
 from cupy_flash.gpu.environment import cupy_module
 from cupy_flash.jax import traced
-from cupy_flash.jax.static_call import StaticCall, function_tokens
+from cupy_flash.jax.linear import Linear, is_zero, linear
+from cupy_flash.jax.static_call import (
+    StaticCall,
+    function_tokens,
+    tangents_of_gradients,
+    tangents_of_results,
+)
 from cupy_flash.jax.versions import with_common_axes
 from cupy_flash.mods.keywords import (
     ARRAYS,
@@ -22,8 +28,10 @@ from cupy_flash.mods.keywords import (
     require_known,
     window_of,
 )
-from cupy_flash.problem.gradient import ROWS
+from cupy_flash.problem.gradient import ROWS, TANGENTS
 
+_RESULTS = ("out", "lse")
+_GRADIENTS = ("dout", "dlse")
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 
 
@@ -34,67 +42,236 @@ def attention(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, A
     ------
     TypeError
         If an argument other than q, k, v, bias and sinks is differentiated.
+    NotImplementedError
+        If a bias or sinks have a tangent in forward mode or a second derivative, if a call of
+        packed sequences has one of these, and for a third derivative.
     """
     # The caller may overwrite NumPy and CuPy arrays before the gradients are computed.
     call = _with_arrays(call.with_functions_kept(), lambda _, array: unshared(array))
     constants = {n: x for n, x in call.constants.items() if isinstance(x, jax.Array)}
-    names = (*call.names, *constants)
-    count = len(call.names)
-    # Words of a seed are an operand of a traced call only.
-    may_compute = DROPOUT_SEED not in constants
+    given = with_common_axes((*inputs, *constants.values()))
+    result: tuple[Any, Any] = _Differentiated(call, tuple(constants)).function(*given)
+    return result
 
-    def run(*arrays: Any) -> tuple[Any, Any]:
-        given = call.with_constants(dict(zip(constants, arrays[count:], strict=True)))
-        if may_compute and _have_values(arrays):
-            results: tuple[Any, Any] = _computed(
-                given, arrays[:count], lambda call, placed: call.run(placed)
-            )
+
+class _Differentiated:
+    """A call, with functions of JAX that compute it, its gradients and its tangents.
+
+    Parameters
+    ----------
+    call
+        Call whose inputs and constants are separate arrays.
+    constants
+        Names of the constants that are JAX arrays. They follow the inputs among the arrays.
+    """
+
+    def __init__(self, call: DifferentiableCall, constants: tuple[str, ...]) -> None:
+        self._call, self._constants = call, constants
+        self._names = (*call.names, *constants)
+        # Words of a seed are an operand of a traced call only.
+        self._may_compute = DROPOUT_SEED not in constants
+        self.function = _with_tangents(self._run, self._tangents)
+
+    def _run(self, *arrays: Any) -> tuple[Any, Any]:
+        """Return out and lse."""
+        named = dict(zip(self._names, arrays, strict=True))
+        call, inputs = self._given(named)
+        if self._are_computed(arrays):
+            results: tuple[Any, Any] = _computed(call, inputs, lambda call, x: call.run(x))
             return results
-        made = _traced(given, dict(zip(call.names, arrays, strict=False)), given.options)
+        made = _traced(call, dict(zip(call.names, inputs, strict=True)), call.options)
         return made["out"], made["lse"]
 
-    def forward(*primals: Any) -> tuple[Any, Any]:
-        wrt = tuple(name for name, x in zip(names, primals, strict=True) if x.perturbed)
-        for name in wrt:
+    def _given(self, arrays: dict[str, Any]) -> tuple[DifferentiableCall, tuple[Any, ...]]:
+        """Return the call with the constants that are given, and its inputs."""
+        call = self._call.with_constants({name: arrays[name] for name in self._constants})
+        return call, tuple(arrays[name] for name in call.names)
+
+    def _are_computed(self, arrays: Iterable[Any]) -> bool:
+        """Return whether a call with these arrays is computed at once."""
+        return self._may_compute and _have_values(arrays)
+
+    def _tangents(self, primals: tuple[Any, ...], moving: dict[int, Any]) -> tuple[Any, Any]:
+        """Return the results, and their tangents as a linear operation."""
+        tangents = {self._names[i]: x for i, x in moving.items()}
+        for name in tangents:
             require_gradient(name)
-        arrays = tuple(unshared(x.value) for x in primals)
-        results = run(*arrays)
-        # The names are keys, because JAX keeps only arrays and the structure around them.
-        return results, (arrays, results, dict.fromkeys(wrt))
+        arrays = dict(zip(self._names, map(unshared, primals), strict=True))
+        # Arrays with values are not differentiated again.
+        run = self._run if _have_values(arrays.values()) else self.function
+        results = run(*arrays.values())
+        arrays |= zip(_RESULTS, results, strict=True)
+        # Other arrays are constants of the operation, and those of NumPy stay what they are.
+        operands = {name: x for name, x in arrays.items() if isinstance(x, jax.Array)}
 
-    def backward(saved: Any, gradients: tuple[Any, Any]) -> tuple[Any, ...]:
-        arrays, results, wrt = saved
-        wrt = tuple(name for name in call.names if name in wrt)
-        dout, dlse = (None if _is_zero(x) else x for x in gradients)
-        # Whether this function makes one of the arrays, to which nobody else refers.
-        makes_array = dout is None
-        if dout is None:
-            dout = jax.numpy.zeros_like(results[0])
-        given = call.with_constants(dict(zip(constants, arrays[count:], strict=True)))
-        if may_compute and _have_values((*arrays, *results, dout, dlse)):
-            # JAX creates the zero gradient of an unused result on its default device.
-            (device,) = results[0].devices()
-            makes_array |= any(x is not None and not _is_on(device, x) for x in (dout, dlse))
-            dout, dlse = jax.device_put((dout, dlse), device)
-            new = _computed(
-                given,
-                arrays[:count],
-                lambda call, placed: call.pull_back(placed, results, (dout, dlse), wrt),
-                waits=makes_array,
+        def push(residuals: dict[str, Any], tangents: dict[str, Any]) -> tuple[Any, ...]:
+            self._require_dense(tangents, "tangent")
+            return self._pushed(arrays | residuals, tangents)
+
+        def pull(residuals: dict[str, Any], gradients: Sequence[Any]) -> dict[str, Any]:
+            wrt = tuple(tangents)
+            return dict(zip(wrt, self._pulled(arrays | residuals, gradients, wrt), strict=True))
+
+        def moved(
+            residuals: dict[str, Any], tangents: dict[str, Any], moved: dict[str, Any]
+        ) -> tuple[Any, ...]:
+            moved = {name: x for name, x in moved.items() if name not in _RESULTS}
+            self._require_dense(moved, "second derivative")
+            given = residuals | {f"{name}_tangent": x for name, x in tangents.items()}
+            return linear(
+                Linear(_refuse_tangent, pull_moved, _refuse_third), given, moved, _RESULTS
             )
-            made = dict(zip(wrt, new, strict=True))
-        else:
-            of_results = zip(("out", "lse"), results, strict=True)
-            of_gradients = {"dout": dout, "dlse": dlse}
-            named = dict(zip(call.names, arrays, strict=False)) | dict(of_results) | of_gradients
-            made = _traced(given, named, given.backward_options(wrt))
-        return tuple(made.get(name) for name in names)
 
-    function = jax.custom_vjp(run)
-    function.defvjp(forward, backward, symbolic_zeros=True)
-    given = with_common_axes((*inputs, *constants.values()))
-    result: tuple[Any, Any] = function(*given)
+        def pull_moved(residuals: dict[str, Any], gradients: Sequence[Any]) -> dict[str, Any]:
+            dout, dlse = gradients
+            given = _with_gradients(arrays | residuals, dout, dlse)
+            return dict(zip(ROWS, self._products(given, {}, ROWS), strict=True))
+
+        return results, linear(Linear(push, pull, moved), operands, tangents, _RESULTS)
+
+    def _pushed(self, arrays: dict[str, Any], tangents: dict[str, Any]) -> tuple[Any, ...]:
+        """Return the tangents of out and lse of a dense call."""
+        moving = {f"{name}_tangent": x for name, x in tangents.items()}
+        call, inputs = self._given(arrays)
+        if not self._are_computed((*arrays.values(), *moving.values())):
+            made = _traced(call, dict(zip(call.names, inputs, strict=True)) | moving, call.options)
+            return tuple(made[name] for name in _RESULTS)
+
+        def compute(call: DifferentiableCall, placed: tuple[Any, ...]) -> tuple[Any, ...]:
+            rows, device = placed[: len(ROWS)], next(iter(placed[0].devices()))
+            given = jax.device_put(moving, device)
+            return tangents_of_results(rows, given, call.keywords(placed))
+
+        result: tuple[Any, ...] = _computed(call, inputs, compute, waits=True)
+        return result
+
+    def _pulled(
+        self, arrays: dict[str, Any], gradients: Sequence[Any], wrt: tuple[str, ...]
+    ) -> tuple[Any, ...]:
+        """Return the gradients of inputs, which have derivatives themselves."""
+        given = _with_gradients(arrays, *gradients)
+        makes_dout = gradients[0] is None
+        names = tuple(given)
+
+        def run(*arrays: Any) -> tuple[Any, ...]:
+            return self._gradients(dict(zip(names, arrays, strict=True)), wrt, waits=makes_dout)
+
+        def rule(primals: tuple[Any, ...], moving: dict[int, Any]) -> tuple[Any, Any]:
+            tangents = {names[i]: x for i, x in moving.items() if names[i] not in _RESULTS}
+            inputs = [name for name in tangents if name not in _GRADIENTS]
+            self._require_dense((*inputs, *wrt), "second derivative")
+            arrays = dict(zip(names, primals, strict=True))
+            operands = {name: x for name, x in arrays.items() if isinstance(x, jax.Array)}
+
+            def push(residuals: dict[str, Any], tangents: dict[str, Any]) -> tuple[Any, ...]:
+                return self._products(arrays | residuals, tangents, wrt)
+
+            def pull(residuals: dict[str, Any], directions: Sequence[Any]) -> dict[str, Any]:
+                given = arrays | residuals
+                along = {n: x for n, x in zip(wrt, directions, strict=True) if x is not None}
+                found = dict(zip(ROWS, self._products(given, along, ROWS), strict=True))
+                if any(name in tangents for name in _GRADIENTS):
+                    found |= zip(_GRADIENTS, self._pushed(given, along), strict=True)
+                return {name: found[name] for name in tangents}
+
+            made = linear(Linear(push, pull, _refuse_third), operands, tangents, wrt)
+            return function(*primals), made
+
+        function = _with_tangents(run, rule)
+        # A call of `jax.custom_jvp` takes longer than the rest, and values have no tangents.
+        result = (run if _have_values(given.values()) else function)(*given.values())
+        return result
+
+    def _gradients(
+        self, arrays: dict[str, Any], wrt: tuple[str, ...], *, waits: bool
+    ) -> tuple[Any, ...]:
+        """Return gradients of inputs; `waits` if nobody else refers to one of the arrays."""
+        call, inputs = self._given(arrays)
+        if not self._are_computed(arrays.values()):
+            named = {n: x for n, x in arrays.items() if n not in self._constants}
+            made = _traced(call, named, call.backward_options(wrt))
+            return tuple(made[name] for name in wrt)
+        results = arrays["out"], arrays["lse"]
+        gradients = arrays["dout"], arrays.get("dlse")
+        # JAX creates the zero gradient of an unused result on its default device.
+        (device,) = results[0].devices()
+        waits |= any(x is not None and not _is_on(device, x) for x in gradients)
+        gradients = jax.device_put(gradients, device)
+        new: tuple[Any, ...] = _computed(
+            *(call, inputs),
+            lambda call, placed: call.pull_back(placed, results, gradients, wrt),
+            waits=waits,
+        )
+        return new
+
+    def _products(
+        self, arrays: dict[str, Any], tangents: Mapping[str, Any], wrt: tuple[str, ...]
+    ) -> tuple[Any, ...]:
+        """Return tangents of the gradients of inputs of a dense call."""
+        moving = {f"{name}_tangent": x for name, x in tangents.items()}
+        moving |= {name: arrays[name] for name in (*TANGENTS, *_GRADIENTS) if name in arrays}
+        call, inputs = self._given(arrays)
+        if not self._are_computed((*arrays.values(), *moving.values())):
+            named = dict(zip(call.names, inputs, strict=True)) | moving
+            made = _traced(call, named, call.backward_options(wrt))
+            return tuple(made[name] for name in wrt)
+
+        def compute(call: DifferentiableCall, placed: tuple[Any, ...]) -> tuple[Any, ...]:
+            rows, device = placed[: len(ROWS)], next(iter(placed[0].devices()))
+            given = jax.device_put(moving, device)
+            return tangents_of_gradients(rows, given, call.keywords(placed), wrt)
+
+        result: tuple[Any, ...] = _computed(call, inputs, compute, waits=True)
+        return result
+
+    def _require_dense(self, names: Iterable[str], what: str) -> None:
+        """Raise NotImplementedError unless inputs have a tangent or a second derivative."""
+        if self._call.options.kind != "dense":
+            raise NotImplementedError(
+                f"flash_attention_varlen has no {what} in cupy_flash.jax: only dense calls do"
+            )
+        for name in names:
+            if name not in ROWS:
+                raise NotImplementedError(
+                    f"{name} has no {what} in cupy_flash.jax; only q, k and v do, so pass "
+                    f"jax.lax.stop_gradient({name})"
+                )
+
+
+def _with_tangents(
+    run: Callable[..., tuple[Any, ...]],
+    rule: Callable[[tuple[Any, ...], dict[int, Any]], tuple[Any, Any]],
+) -> Callable[..., tuple[Any, ...]]:
+    """Return `run` as a function with tangents.
+
+    `rule` returns results and their tangents, given the arguments, and the tangents of those that
+    are differentiated, by their positions.
+    """
+    function = jax.custom_jvp(run)
+
+    def all_tangents(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+        return rule(primals, {i: x for i, x in enumerate(tangents) if not is_zero(x)})
+
+    function.defjvp(all_tangents, symbolic_zeros=True)
+    result: Callable[..., tuple[Any, ...]] = function
     return result
+
+
+def _with_gradients(arrays: Mapping[str, Any], dout: Any, dlse: Any) -> dict[str, Any]:
+    """Return arrays with those gradients of results that are given; dout is 0 if it is None."""
+    dout = jax.numpy.zeros_like(arrays["out"]) if dout is None else dout
+    return {**arrays, "dout": dout} | ({} if dlse is None else {"dlse": dlse})
+
+
+def _refuse_tangent(*_: Any) -> Any:
+    raise NotImplementedError(
+        "a tangent of attention has no tangent in cupy_flash.jax; compute second derivatives by "
+        "jax.jvp of jax.grad, jax.hessian or jax.grad of a tangent"
+    )
+
+
+def _refuse_third(*_: Any) -> Any:
+    raise NotImplementedError("attention has no third derivatives in cupy_flash.jax")
 
 
 def without_gradient(static: StaticCall, operands: tuple[Any, ...], why: str) -> dict[str, Any]:
@@ -193,11 +370,7 @@ def _traced(call: DifferentiableCall, inputs: Mapping[str, Any], options: Any) -
     return traced.call(static, operands)
 
 
-def _is_zero(gradient: Any) -> bool:
-    return isinstance(gradient, jax.custom_derivatives.SymbolicZero)
-
-
-def _have_values(arrays: tuple[Any, ...]) -> bool:
+def _have_values(arrays: Iterable[Any]) -> bool:
     """Return whether all arrays have values, on a single device."""
     return not any(
         isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and len(x.devices()) > 1)

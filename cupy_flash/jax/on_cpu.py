@@ -31,7 +31,10 @@ def execute(address: int) -> None:
         if results[name].ctypes.data != given[name].ctypes.data:
             results[name][...] = given[name]
         given[name] = results[name]
-    (_backward if static.is_backward else _forward)(static, given, results)
+    if static.has_tangents:
+        _tangents(static, given, results)
+    else:
+        (_backward if static.is_backward else _forward)(static, given, results)
 
 
 def _forward(static: StaticCall, given: dict[str, Any], results: dict[str, Any]) -> None:
@@ -50,6 +53,13 @@ def _backward(static: StaticCall, given: dict[str, Any], results: dict[str, Any]
     for name, gradient in zip(static.results, gradients, strict=True):
         if name not in ("q", "k", "v"):
             results[name][...] = gradient
+
+
+def _tangents(static: StaticCall, given: dict[str, Any], results: dict[str, Any]) -> None:
+    functions = {name: function_of(token) for name, token in static.functions}
+    made = static.tangents(given, functions)
+    for name, tangent in zip(static.results, made, strict=True):
+        results[name][...] = tangent
 
 
 def _call_of(static: StaticCall, arrays: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

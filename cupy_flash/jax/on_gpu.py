@@ -133,6 +133,10 @@ def _execute(frame: Frame, stream: int, device: int) -> None:
     allowing = relaxed_capture() if is_recorded else contextlib.nullcontext()
     with external_stream(stream, device), allowing:
         if prepared is None:
+            static = _parsed(frame.text)
+            if static.has_tangents:
+                _compute_tangents(static, frame, device)
+                return
             prepared = _prepare(frame, device)
             if len(_calls) >= _MAX_CALLS:
                 _calls.clear()
@@ -179,6 +183,15 @@ def scratch_bytes(
         # The program may run on the CPU, although there is a GPU. If not, the handler raises this.
         return None
     return plan.workspace if static.is_backward else forward.scratch_layout(plan, arguments).size
+
+
+def _compute_tangents(static: StaticCall, frame: Frame, device: int) -> None:
+    """Compute tangents by operations of CuPy on the current stream."""
+    given, results = _by_name(static, frame, device)
+    functions = {name: _on_device(token, device) for name, token in static.functions}
+    made = static.tangents(given, functions)
+    for name, tangent in zip(static.results, made, strict=True):
+        results[name][...] = tangent
 
 
 def _prepare(frame: Frame, device: int) -> _Prepared:
@@ -234,7 +247,21 @@ def _arrays(
     static: StaticCall, frame: Frame, device: int
 ) -> tuple[Any, Options, UserMods, dict[str, Any]]:
     """Return the record of a frame's arguments, options, user functions, and results by name."""
-    (given, results) = (
+    given, results = _by_name(static, frame, device)
+    given |= {name: results[name] for name in static.appended}
+    record, modifications = static.record(given)
+    modifications |= {name: _on_device(token, device) for name, token in static.functions}
+    record, mod_key, user_mods = with_modifications(
+        record, modifications, backward=static.is_backward
+    )
+    return record, static.options._replace(mod_key=mod_key), user_mods, results
+
+
+def _by_name(
+    static: StaticCall, frame: Frame, device: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments and the results of a frame by name."""
+    given, results = (
         {
             name: array_at(address, *_spec(static, name, key), device)
             for name, key, address in zip(names, keys, addresses, strict=False)
@@ -244,13 +271,7 @@ def _arrays(
             ((*static.results, SCRATCH), frame.result_keys(), frame.results),
         )
     )
-    given |= {name: results[name] for name in static.appended}
-    record, modifications = static.record(given)
-    modifications |= {name: _on_device(token, device) for name, token in static.functions}
-    record, mod_key, user_mods = with_modifications(
-        record, modifications, backward=static.is_backward
-    )
-    return record, static.options._replace(mod_key=mod_key), user_mods, results
+    return given, results
 
 
 def _spec(static: StaticCall, name: str, key: BufferKey) -> tuple[tuple[int, ...], Any]:

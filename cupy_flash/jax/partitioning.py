@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from cupy_flash.jax.static_call import StaticCall, function_of
 from cupy_flash.mods.ir.compose import varies
 from cupy_flash.mods.keywords import DROPOUT_SEED
-from cupy_flash.problem.gradient import ROWS
+from cupy_flash.problem.gradient import ROWS, TANGENTS
 
 # Roles of axes that may be divided: sequences, and query and KV heads.
 BATCH, HEADS = "b", "h"
@@ -32,8 +32,8 @@ _TRAILING: dict[str, _Roles] = {
     "alibi_slopes": (BATCH, HEADS),
     "sinks": (HEADS,),
 }
-_ROW_ARRAYS = (*ROWS, "out", "dout", "k_cache", "v_cache")
-_LSE_ARRAYS = ("lse", "dlse")
+_ROW_ARRAYS = (*ROWS, *TANGENTS, "out", "dout", "dout_tangent", "k_cache", "v_cache")
+_LSE_ARRAYS = ("lse", "dlse", "dlse_tangent")
 
 
 def partitioned(

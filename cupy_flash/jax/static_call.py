@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupy_flash.api.hvp import flash_attention_hvp
+from cupy_flash.api.jvp import flash_attention_jvp
 from cupy_flash.arrays.strided import is_cupy, unallocated
 from cupy_flash.calls.arguments import Arguments, GradientArguments
 from cupy_flash.calls.check.gradients import check_gradient_call
@@ -25,8 +27,11 @@ from cupy_flash.calls.options import Options
 from cupy_flash.mods.base import Modification
 from cupy_flash.mods.keywords import DROPOUT_SEED, MODS
 from cupy_flash.problem.arrays import FLOAT8, FLOAT8_OUTPUTS
+from cupy_flash.problem.gradient import ROWS, TANGENTS
 from cupy_flash.problem.tile import Tile
 
+# Operands of tangents in addition to those of the forward call.
+_OF_TANGENTS = (*TANGENTS, "dout", "dlse", "dout_tangent", "dlse_tangent")
 # Name of the result that serves as workspace of the kernels.
 SCRATCH = "scratch"
 
@@ -69,8 +74,13 @@ class StaticCall(NamedTuple):
 
     @property
     def is_backward(self) -> bool:
-        """Whether the call computes gradients."""
+        """Whether the call computes gradients, or their tangents."""
         return self.options.wrt is not None
+
+    @property
+    def has_tangents(self) -> bool:
+        """Whether the call computes tangents of results or of gradients, and has no kernel."""
+        return any(name.endswith("_tangent") for name in self.names)
 
     @property
     def appended(self) -> tuple[str, ...]:
@@ -88,8 +98,14 @@ class StaticCall(NamedTuple):
         return self.options.wrt if self.options.wrt is not None else ("out", "lse", *self.appended)
 
     def record(self, arrays: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return the record of these operands, and the modifications that are arrays or numbers."""
+        """Return the record of these operands, and the modifications that are arrays or numbers.
+
+        The record of a call with tangents is that of its forward call.
+        """
         kind: Any = GradientArguments if self.is_backward else Arguments
+        if self.has_tangents:
+            kind = Arguments
+            arrays = {name: x for name, x in arrays.items() if name not in _OF_TANGENTS}
         own = {name: x for name, x in arrays.items() if name in kind._fields}
         others = {name: x for name, x in arrays.items() if name not in own}
         return kind(**own), {**dict(self.numbers), **others}
@@ -113,9 +129,10 @@ class StaticCall(NamedTuple):
         }
         record, modifications = self.record(arrays)
         modifications |= {name: function_of(token) for name, token in self.functions}
-        record.require_given(self.options)
-        record, options = as_planned(record, self.options, modifications)
-        check = check_gradient_call if self.is_backward else check_call
+        given = self.options._replace(wrt=None) if self.has_tangents else self.options
+        record.require_given(given)
+        record, options = as_planned(record, given, modifications)
+        check = check_call if given.wrt is None else check_gradient_call
         return record, options, check(record, options)
 
     def seen(
@@ -149,9 +166,43 @@ class StaticCall(NamedTuple):
         dtype = q.dtype if q.dtype.name == "float64" else np.dtype(np.float32)
         return (*batch, heads, seqlen), dtype
 
+    def tangents(
+        self, arrays: Mapping[str, Any], functions: Mapping[str, Modification]
+    ) -> tuple[Any, ...]:
+        """Return the results of a call with tangents, given its operands and user functions."""
+        names = ("causal", "softmax_scale", "q_offset", "layout")
+        keywords = {name: getattr(self.options, name) for name in names}
+        record, modifications = self.record(arrays)
+        keywords |= {**modifications, **functions}
+        moving = {name: x for name, x in arrays.items() if name in _OF_TANGENTS}
+        rows = record.q, record.k, record.v
+        if self.options.wrt is None:
+            return tangents_of_results(rows, moving, keywords)
+        return tangents_of_gradients(rows, moving, keywords, self.options.wrt)
+
     def text(self) -> str:
         """Return the JSON text of the call."""
         return _text(self)
+
+
+def tangents_of_results(
+    rows: tuple[Any, ...], moving: Mapping[str, Any], keywords: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Return the tangents of out and lse, given q, k and v, and their tangents by name."""
+    arguments: dict[str, Any] = {**dict(zip(ROWS, rows, strict=True)), **moving, **keywords}
+    return flash_attention_jvp(**arguments, return_lse=True)[1::2]
+
+
+def tangents_of_gradients(
+    rows: tuple[Any, ...],
+    moving: Mapping[str, Any],
+    keywords: Mapping[str, Any],
+    wrt: tuple[str, ...],
+) -> tuple[Any, ...]:
+    """Return the tangents of gradients, given q, k and v, and dout, dlse and tangents by name."""
+    arguments: dict[str, Any] = {**dict(zip(ROWS, rows, strict=True)), **moving, **keywords}
+    found = flash_attention_hvp(**arguments)
+    return tuple(x for name, x in zip(ROWS, found, strict=True) if name in wrt)
 
 
 def whole_dtype(name: str) -> np.dtype:

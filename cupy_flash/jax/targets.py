@@ -33,7 +33,7 @@ def results_of(static: StaticCall, operands: tuple[Any, ...]) -> tuple[Any, ...]
     if all(isinstance(n, int) for x in operands for n in x.shape):
         checked = static.check(operands)
         static = static._replace(specs=tuple((x.shape, x.dtype.name) for x in operands))
-        if gpu_unavailable() is None:
+        if gpu_unavailable() is None and not static.has_tangents:
             static = static._replace(scratch=on_gpu.scratch_bytes(static, *checked))
     shapes = [jax.ShapeDtypeStruct(*spec) for spec in static.result_shapes(operands)]
     names, results = static.names, (*static.results, "scratch")

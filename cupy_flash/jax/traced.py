@@ -64,7 +64,7 @@ def _function(static: StaticCall) -> Callable[..., Any]:
 
 def _no_derivative(*_: Any) -> Any:
     raise NotImplementedError(
-        "the gradients of attention are differentiated by JAX; second derivatives are not supported"
+        "second derivatives of attention are differentiated by JAX; third ones are not supported"
     )
 
 

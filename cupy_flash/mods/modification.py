@@ -186,6 +186,7 @@ class ScoreMod(Modification):
         k_start: Any = 0,
         xp: Any = np,
         real: Any = None,
+        order: int = 1,
     ) -> Any:
         """Return the derivatives of new scores with respect to scores, for arrays of pairs.
 
@@ -196,6 +197,8 @@ class ScoreMod(Modification):
         ----------
         score, b, h, i, j, q_start, k_start, xp, real
             Arguments as in `evaluate`.
+        order
+            1 for first derivatives, 2 for second ones.
 
         Returns
         -------
@@ -209,7 +212,7 @@ class ScoreMod(Modification):
         """
         positions = {"b": b, "h": h, "i": i, "j": j, "q_start": q_start, "k_start": k_start}
         values = Interpreter(score, positions, self.captures, xp, real)
-        return xp.asarray(values.value(derivative(self.graph, SCORE)))
+        return xp.asarray(values.value(derivative(self.graph, SCORE, order)))
 
     def _read_capture(self, name: str, value: Any) -> tuple[Any, CaptureSpec]:
         # Autograd of `cupy_flash.torch` has gradients of captures. Other calls refuse the tensor.

@@ -153,7 +153,7 @@ class _Function(NamedTuple):
     def direction(self) -> str:
         """Direction at the end of the name, such as "vjp"; empty for forward functions."""
         end = self.name.rpartition("_")[2]
-        return end if end in ("backward", "jvp", "vjp") else ""
+        return end if end in ("backward", "hvp", "jvp", "vjp") else ""
 
 
 def unexpected(

@@ -129,11 +129,11 @@ def _packed_call(
     """Return the results of a public function; `exact` tells that they are float64."""
     with on_stream(stream, q):
         convert = result_converter("q", q)
-        (q, k, v), tangents = read_all(q, k, v, tangents, exact=exact)
-        dtype = np.dtype(np.float64) if exact else q.dtype
-        compute, xp = precision_of(dtype), array_module(q)
-        q, k, v = map(widened, (q, k, v))
-        tangents = Tangents(*(None if x is None else widened(x) for x in tangents))
+        arrays, moving = read_all({"q": q, "k": k, "v": v}, tangents._asdict(), exact=exact)
+        dtype = np.dtype(np.float64) if exact else arrays["q"].dtype
+        compute, xp = precision_of(dtype), array_module(arrays["q"])
+        q, k, v = map(widened, arrays.values())
+        moving = {name: None if x is None else widened(x) for name, x in moving.items()}
         shapes = (*q.shape[:2], v.shape[-1]), (q.shape[1], q.shape[0])
         out, out_tangent = (xp.zeros(shapes[0], compute) for _ in range(2))
         lse, lse_tangent = xp.full(shapes[1], -np.inf, compute), xp.zeros(shapes[1], compute)
@@ -146,7 +146,7 @@ def _packed_call(
             spans = {"q": rows, "k": keys, "v": keys}
             moved = {
                 name: None if x is None else _of_sequence(x, spans[name])
-                for name, x in tangents._asdict().items()
+                for name, x in moving.items()
             }
             results = tangent_formula(
                 *(_of_sequence(x, span) for x, span in zip((q, k, v), spans.values(), strict=True)),

@@ -35,6 +35,7 @@ from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.mods.on_arrays.scores import FIRST_PAIR, Pairs
 from cupy_flash.mods.shapes import refuse_other_lengths
 from cupy_flash.opaque import opaque
+from cupy_flash.problem.gradient import ROWS
 from cupy_flash.reference.dropout import factors
 from cupy_flash.reference.eight_bits import widened
 from cupy_flash.reference.modifications import fitting_modifications
@@ -174,43 +175,105 @@ def _dense_call(
     v: Any,
     tangents: Tangents,
     *,
-    exact: bool,
-    causal: bool,
-    softmax_scale: float | None,
-    q_offset: Any,
-    layout: str,
     return_lse: bool,
     stream: Any,
-    modifications: Mapping[str, Any],
+    **options: Any,
 ) -> tuple[Any, ...]:
-    """Return the results of a public function; `exact` tells that they are float64."""
+    """Return the results of a public function; see `DenseCall.of` for the options."""
     with on_stream(stream, q):
         convert = result_converter("q", q)
+        call = DenseCall.of({"q": q, "k": k, "v": v}, tangents._asdict(), **options)
+        results = tangent_formula(**call.arrays, tangents=Tangents(**call.tangents), **call.options)
+        out, out_tangent, *of_rows = results
+        found = [call.result(x) for x in (out, out_tangent)]
+        if return_lse:
+            found += [x.reshape(*call.batch, *x.shape[1:]) for x in of_rows]
+        return tuple(map(convert, found))
+
+
+class DenseCall(NamedTuple):
+    """Checked arrays of a dense call, with tangents.
+
+    Attributes
+    ----------
+    arrays, tangents
+        Arrays (batch, heads, seqlen, dim) by name, and their tangents by the same names; None for
+        tangents of zeros.
+    options
+        Arguments `compute`, `causal`, `softmax_scale`, `q_offset` and `bound_mods` of a formula.
+    dtype
+        Dtype of the results.
+    layout, batch
+        Layout of the given arrays, and lengths of the batch axes of q.
+    """
+
+    arrays: dict[str, Any]
+    tangents: dict[str, Any]
+    options: dict[str, Any]
+    dtype: np.dtype[Any]
+    layout: str
+    batch: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        arrays: Mapping[str, Any],
+        tangents: Mapping[str, Any],
+        *,
+        exact: bool,
+        causal: bool,
+        softmax_scale: float | None,
+        q_offset: Any,
+        layout: str,
+        modifications: Mapping[str, Any],
+    ) -> DenseCall:
+        """Return the call of arrays of any type.
+
+        Parameters
+        ----------
+        arrays, tangents
+            q, k, v and further arrays with the axes of q, by name, and the tangents of some.
+        exact
+            Whether results are float64. Otherwise the arrays have one dtype, that of the results.
+        causal, softmax_scale, q_offset, layout, modifications
+            See `attention_jvp_reference`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            See `attention_jvp_reference`.
+        """
         q_offset, others = with_offsets(q_offset, modifications)
         refuse_other_lengths(others.get, "dense")
-        (q, k, v), tangents = read_all(q, k, v, tangents, exact=exact)
-        batch, dtype = q.shape[:-3], np.dtype(np.float64) if exact else q.dtype
-        q, k, v = map(widened, as_bhsd(q, k, v, layout))
-        out, out_tangent, *of_rows = tangent_formula(
-            *(q, k, v),
-            Tangents(*(None if x is None else to_bhsd(widened(x), layout) for x in tangents)),
-            compute=precision_of(dtype),
-            causal=causal,
-            softmax_scale=softmax_scale,
-            q_offset=q_offset,
-            bound_mods=fitting_modifications(others, q, sizes_of(q, k), causal=causal),
-        )
+        arrays, tangents = read_all(arrays, tangents, exact=exact)
+        q = arrays["q"]
+        dtype = np.dtype(np.float64) if exact else q.dtype
+        operands = map(widened, as_bhsd(q, arrays["k"], arrays["v"], layout))
+        wide = dict(zip(ROWS, operands, strict=True))
+        wide |= {n: to_bhsd(widened(x), layout) for n, x in arrays.items() if n not in ROWS}
+        sizes = sizes_of(wide["q"], wide["k"])
+        options = {
+            "compute": precision_of(dtype),
+            "causal": causal,
+            "softmax_scale": softmax_scale,
+            "q_offset": q_offset,
+            "bound_mods": fitting_modifications(others, wide["q"], sizes, causal=causal),
+        }
+        moving = {
+            name: None if x is None else to_bhsd(widened(x), layout) for name, x in tangents.items()
+        }
+        return cls(wide, moving, options, dtype, layout, q.shape[:-3])
+
+    def result(self, array: Any) -> Any:
+        """Return a (batch, heads, seqlen, dim) array as a result with the axes of the inputs."""
         with np.errstate(all="ignore"):
-            results = [x.astype(dtype, copy=False) for x in (out, out_tangent)]
-        results = [from_bhsd(x, layout, batch) for x in results]
-        if return_lse:
-            results += [x.reshape(*batch, *x.shape[1:]) for x in of_rows]
-        return tuple(map(convert, results))
+            array = array.astype(self.dtype, copy=False)
+        return from_bhsd(array, self.layout, self.batch)
 
 
 def read_all(
-    q: Any, k: Any, v: Any, tangents: Tangents, *, exact: bool
-) -> tuple[tuple[Any, Any, Any], Tangents]:
+    arrays: Mapping[str, Any], tangents: Mapping[str, Any], *, exact: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return arrays and tangents of any type as `read` does.
 
     Raises
@@ -221,35 +284,39 @@ def read_all(
     ValueError
         If a tangent has another shape than its array.
     """
-    arrays = {name: read(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
+    arrays = {name: read(name, x) for name, x in arrays.items()}
     given = {
-        name: None if x is None else read(f"{name}_tangent", x)
-        for name, x in tangents._asdict().items()
+        name: None if x is None else read(f"{name}_tangent", x) for name, x in tangents.items()
     }
     every = {**arrays, **{f"{n}_tangent": x for n, x in given.items() if x is not None}}
-    for name, array in every.items():
-        if is_cupy(array) != is_cupy(arrays["q"]):
-            host, device = ("q", name) if is_cupy(array) else (name, "q")
-            raise TypeError(f"{host} lies in host memory and {device} on a GPU; move one of them")
+    require_one_memory(every)
     for name, tangent in given.items():
         if tangent is not None:
             require_shape(f"{name}_tangent", tangent, tuple(arrays[name].shape), f"that of {name}")
-    inputs, tangents = (arrays["q"], arrays["k"], arrays["v"]), Tangents(**given)
     if not exact:
-        _require_dtypes(*inputs, tangents)
-    return inputs, tangents
+        _require_dtypes(arrays, given)
+    return arrays, given
 
 
-def _require_dtypes(q: Any, k: Any, v: Any, tangents: Tangents) -> None:
+def require_one_memory(arrays: Mapping[str, Any]) -> None:
+    """Raise TypeError unless all arrays, by name, are in the same memory as q."""
+    for name, array in arrays.items():
+        if is_cupy(array) != is_cupy(arrays["q"]):
+            host, device = ("q", name) if is_cupy(array) else (name, "q")
+            raise TypeError(f"{host} lies in host memory and {device} on a GPU; move one of them")
+
+
+def _require_dtypes(arrays: Mapping[str, Any], tangents: Mapping[str, Any]) -> None:
     """Raise TypeError unless all arrays have one of the dtypes of `flash_attention`."""
-    for name, array in (("q", q), ("k", k), ("v", v)):
+    for name, array in arrays.items():
         require_float(name, array)
-    dtype, *others = (dtype_name(array) for array in (q, k, v))
+    dtype, *others = (dtype_name(arrays[name]) for name in ROWS)
     if others != [dtype] * 2:
         raise TypeError(f"q, k and v must have one dtype, but are {dtype}, {' and '.join(others)}")
-    for name, tangent in tangents._asdict().items():
-        if tangent is not None and dtype_name(tangent) != dtype:
-            raise TypeError(f"{name}_tangent has dtype {tangent.dtype}; expected {dtype}, as q has")
+    further = {name: array for name, array in arrays.items() if name not in ROWS}
+    for name, array in (further | {f"{name}_tangent": x for name, x in tangents.items()}).items():
+        if array is not None and dtype_name(array) != dtype:
+            raise TypeError(f"{name} has dtype {array.dtype}; expected {dtype}, as q has")
 
 
 def tangent_formula(
@@ -290,7 +357,7 @@ def tangent_formula(
             if tangents.v is not None:
                 v_tangent = rows.keys(tangents.v).astype(compute)
                 rows.queries(out_tangent)[...] = visible_product(xp, weights, seen, v_tangent)
-            dx = _score_tangents(rows, q, k, tangents, scale, compute, xp)
+            dx = score_tangents(rows, q, k, tangents, scale, compute, xp)
             if dx is not None:
                 dt = xp.where(seen, dx if slope is None else dx * slope, 0)
                 mean = (p * dt).sum(axis=1)
@@ -300,7 +367,7 @@ def tangent_formula(
     return out, out_tangent, lse, lse_tangent
 
 
-def _score_tangents(
+def score_tangents(
     rows: Rows,
     q: Any,
     k: Any,

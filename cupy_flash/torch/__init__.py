@@ -6,7 +6,7 @@ The functions have the arguments of the functions of the same names in `cupy_fla
 q, k, v, bias, sinks, ALiBi slopes and tensors that a `ScoreMod` captures, from out and, with
 return_lse, from lse; numbers and lists are constants.
 `scaled_dot_product_attention` replaces PyTorch's own function. Without gradients, calls cost what
-those in `cupy_flash` do. Unsupported derivatives, such as second derivatives, raise an error.
+those in `cupy_flash` do. Unsupported derivatives, such as third derivatives, raise an error.
 
 The functions may be transformed by `torch.func.grad`, `vjp` and `vmap`, cast under `torch.autocast`
 and take nested tensors with the jagged layout; see docs/guide/gradients.md.

@@ -74,9 +74,9 @@ def flash_attention(
         See `cupy_flash.flash_attention` and, for the backward pass,
         `cupy_flash.flash_attention_backward`.
     NotImplementedError
-        If another tensor than q, k and v of a dense call has a forward-mode tangent, inside
-        torch.func.functionalize and torch.jit.trace, and if a gradient or a tangent is
-        differentiated.
+        If another tensor than q, k and v of a dense call has a forward-mode tangent or a second
+        derivative, inside torch.func.functionalize and torch.jit.trace, and if a second derivative
+        is differentiated.
     RuntimeError
         In the backward pass, if a tensor of the call has been overwritten.
     """

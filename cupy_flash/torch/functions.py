@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cupy_flash.api.hvp import flash_attention_hvp
+from cupy_flash.api.jvp import flash_attention_jvp
 from cupy_flash.arrays.torch_arrays import is_tracked, version_of
 from cupy_flash.calls.gpu import torch_autograd
 from cupy_flash.differentiable import DifferentiableCall
+from cupy_flash.problem.gradient import ROWS
 
 # `Function.apply` takes 2.5 us longer, for functorch transforms. Calls inside of these use the
 # functions of `cupy_flash.torch.transforms` instead.
@@ -77,33 +80,135 @@ def _gradients(
     ctx: Any, dout: Tensor | None, dlse: Tensor | None, saved: tuple[Tensor, ...]
 ) -> Sequence[Tensor | None]:
     """Return the gradients of a call's inputs. Autograd has checked the versions of `saved`."""
-    call, record = ctx.call_and_record
+    _, record = ctx.call_and_record
     needed = ctx.needs_input_grad[1:]
     if record is not None:
         result = torch_autograd.gradients(record, saved, dout, dlse, needed)
         if result is not None:
             return result
+    call, inputs, results = _saved_call(ctx, saved)
+    return pull_back(call, inputs, results, (dout, dlse), needed)
+
+
+def _saved_call(
+    ctx: Any, saved: tuple[Tensor, ...]
+) -> tuple[DifferentiableCall, tuple[Tensor, ...], tuple[Tensor, Tensor]]:
+    """Return a call with its saved constants, its inputs and its results."""
+    call, _ = ctx.call_and_record
     if call.modifications:
         require_versions(ctx.versions)
     first = len(call.names)
     inputs, (out, lse, *tensors) = saved[:first], saved[first:]
     names = [name for name, x in call.constants.items() if isinstance(x, Tensor)]
-    call = call.with_constants(dict(zip(names, tensors, strict=True)))
-    return pull_back(call, inputs, (out, lse), (dout, dlse), needed)
+    return call.with_constants(dict(zip(names, tensors, strict=True))), inputs, (out, lse)
 
 
 class _Gradients(_Function):  # type: ignore[misc]
-    """Autograd function of the backward pass, whose own derivative raises an error."""
+    """Autograd function of the backward pass of the autograd function with the context `of_call`.
+
+    Its own backward pass differentiates the sum of products of gradients and their gradients: the
+    derivative of sum(dout * out) + sum(dlse * lse) along a direction in q, k and v. It is a product
+    with the Hessian with respect to q, k and v, and a tangent with respect to dout and dlse.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, of_call: Any, dout: Tensor | None, dlse: Tensor | None, *saved: Tensor
     ) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.of_call = of_call
+        ctx.save_for_backward(dout, dlse, *saved)
         return tuple(_gradients(of_call, dout, dlse, saved))
 
     @staticmethod
+    def backward(ctx: Any, *directions: Tensor | None) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return None, *_second_gradients(ctx, directions, tensors)
+        tensors = (None if x is None else _Constant.apply(x) for x in tensors)
+        return None, *_SecondGradients.apply(ctx, len(directions), *directions, *tensors)
+
+
+class _SecondGradients(_Function):  # type: ignore[misc]
+    """Autograd function of the backward pass of `_Gradients`, which is linear in the directions.
+
+    It has gradients for the directions: `torch.autograd.functional.hvp` differentiates gradients
+    with respect to them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, of_gradients: Any, count: int, *tensors: Tensor | None) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.of_gradients, ctx.count = of_gradients, count
+        ctx.save_for_backward(*tensors)
+        return tuple(_second_gradients(of_gradients, tensors[:count], tensors[count:]))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise no_third_derivative()
+        tensors = ctx.saved_tensors[ctx.count :]
+        of_dout, of_dlse, *of_rows = gradients[: 2 + len(ROWS)]
+        # The Hessian is symmetric, and the transpose of tangents are gradients.
+        found = _hessian_product(ctx.of_gradients, tensors, (*of_rows, of_dout), of_dlse)
+        # Constants get zeros, and raise an error if autograd needs their gradients.
+        zeros = (None if x is None else torch.zeros_like(x) for x in tensors)
+        every = (*found, *(None,) * (ctx.count - len(ROWS)), *zeros)
+        needed = zip(every, ctx.needs_input_grad[2:], strict=True)
+        return None, None, *(x if is_needed else None for x, is_needed in needed)
+
+
+class _Constant(_Function):  # type: ignore[misc]
+    """Identity, whose backward pass raises an error: there are no third derivatives."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise no_second_derivative()
+        raise no_third_derivative()
+
+
+def _second_gradients(
+    ctx: Any, directions: Sequence[Tensor | None], tensors: tuple[Any, ...]
+) -> list[Tensor | None]:
+    """Return a gradient or None for each tensor that `_Gradients` was given."""
+    result: list[Tensor | None] = [None] * len(tensors)
+    if all(direction is None for direction in directions):
+        return result
+    call, inputs, _ = _saved_call(ctx.of_call, tensors[2:])
+    of_dout, of_dlse, *needed = ctx.needs_input_grad[1:]
+    by_name = dict(zip(call.names, directions, strict=True))
+    named = zip(call.names, directions, needed, strict=False)
+    require_second_derivative(call, [name for name, x, y in named if x is not None or y])
+    moving = [by_name[name] for name in ROWS]
+    if any(needed[: len(ROWS)]):
+        found = _hessian_product(ctx, tensors, (*moving, None), None)
+        for i, x in enumerate(found):
+            result[2 + i] = x if needed[i] else None
+    if of_dout or of_dlse:
+        rows, keywords = inputs[: len(ROWS)], call.keywords(inputs)
+        _, of_out, _, of_lse = flash_attention_jvp(*rows, *moving, return_lse=True, **keywords)
+        result[:2] = of_out if of_dout else None, of_lse if of_dlse else None
+    return result
+
+
+def _hessian_product(
+    ctx: Any,
+    tensors: Sequence[Any],
+    directions: Sequence[Tensor | None],
+    of_dlse: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Return the tangents of gradients along directions in q, k, v and dout, and one in dlse."""
+    dout, dlse, *saved = tensors
+    call, inputs, (out, _) = _saved_call(ctx.of_call, tuple(saved))
+    if dout is None:
+        dout = torch.zeros_like(out)
+    rows, keywords = inputs[: len(ROWS)], call.keywords(inputs)
+    return flash_attention_hvp(
+        *(dout, *rows, *directions), dlse=dlse, dlse_tangent=of_dlse, **keywords
+    )
 
 
 def captured_versions(call: DifferentiableCall) -> list[Version]:
@@ -127,11 +232,29 @@ def require_versions(versions: list[Version]) -> None:
             )
 
 
-def no_second_derivative() -> NotImplementedError:
-    """Return the error for a derivative of gradients."""
+def require_second_derivative(call: DifferentiableCall, names: Sequence[str]) -> None:
+    """Raise NotImplementedError unless gradients of these inputs of a call have derivatives."""
+    if call.options.kind != "dense":
+        raise no_second_derivative("of packed sequences")
+    for name in names:
+        if name not in ROWS:
+            raise no_second_derivative(f"with respect to {name}")
+
+
+def no_second_derivative(which: str) -> NotImplementedError:
+    """Return the error for a derivative of gradients or tangents that is not computed."""
     return NotImplementedError(
-        "attention of cupy_flash.torch has no second derivative: derivatives of its gradients and "
-        "tangents, as in a gradient penalty, hvp, hessian or functional.jvp, are not computed"
+        f"attention of cupy_flash.torch has no second derivative {which}, as in a gradient penalty "
+        "or hessian; only q, k and v of dense calls outside of graphs have second derivatives, so "
+        "pass other tensors detached"
+    )
+
+
+def no_third_derivative() -> NotImplementedError:
+    """Return the error for a derivative of second derivatives."""
+    return NotImplementedError(
+        "attention of cupy_flash.torch has no third derivative: second derivatives, as in hvp and "
+        "hessian, cannot be differentiated"
     )
 
 

@@ -279,7 +279,7 @@ def _no_gradient(value: Any) -> Any:
 
 
 def _refuse_second_derivative(ctx: Any, *gradients: Any) -> Any:
-    raise no_second_derivative()
+    raise no_second_derivative("in a graph")
 
 
 def _dense_lse_shape(

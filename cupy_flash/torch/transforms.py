@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
 
+from cupy_flash.api.hvp import flash_attention_hvp
 from cupy_flash.api.jvp import flash_attention_jvp
 from cupy_flash.arrays.kinds import is_number_or_list, seed_and_offset
 from cupy_flash.arrays.torch_arrays import (
@@ -29,11 +30,15 @@ from cupy_flash.torch.functions import (
     Version,
     captured_versions,
     no_second_derivative,
+    no_third_derivative,
+    require_second_derivative,
     require_versions,
 )
 from cupy_flash.torch.tracked import with_tracked
 
 _RESULTS = ("out", "lse")
+# Gradients of these results.
+_GRADIENTS = ("dout", "dlse")
 _SUPPORTED = (TransformType.Grad, TransformType.Jvp, TransformType.Vmap)
 
 
@@ -110,6 +115,8 @@ class _Operation:
         Names of the tensors: differentiable inputs of the call, its constants, and others.
     results
         Names of the results.
+    versions
+        Versions of the tensors that the call was given.
     wrt
         Names of the inputs whose gradients are among the results.
     """
@@ -117,9 +124,13 @@ class _Operation:
     function: type[torch.autograd.Function]
 
     def __init__(
-        self, call: DifferentiableCall, names: tuple[str, ...], wrt: tuple[str, ...] = ()
+        self,
+        call: DifferentiableCall,
+        names: tuple[str, ...],
+        versions: list[Version],
+        wrt: tuple[str, ...] = (),
     ) -> None:
-        self.call, self.names, self.wrt = call, names, wrt
+        self.call, self.names, self.versions, self.wrt = call, names, versions, wrt
 
     def apply(self, tensors: Any) -> tuple[Tensor, ...]:
         """Compute the results as an operation that transforms and autograd record."""
@@ -174,7 +185,11 @@ class _Transformable(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise no_second_derivative()
+        raise no_third_derivative()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise no_third_derivative()
 
 
 class _Attention(_Transformable):
@@ -201,7 +216,7 @@ class _Attention(_Transformable):
             if name not in ROWS or call.options.kind != "dense":
                 raise NotImplementedError(f"{name} {NO_FORWARD_MODE}")
             tensors[f"{name}_tangent"] = tangent
-        return _Pushforward(call, tuple(tensors)).apply(tensors.values())
+        return _Pushforward(call, tuple(tensors), ctx.versions).apply(tensors.values())
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
@@ -216,29 +231,113 @@ class _Attention(_Transformable):
         if dlse is not None:
             gradients["dlse"] = dlse
         tensors |= gradients
-        made = _Backward(operation.call, tuple(tensors), wrt).apply(tensors.values())
+        versions = ctx.versions + _versions_of(gradients)
+        made = _Backward(operation.call, tuple(tensors), versions, wrt).apply(tensors.values())
         result = dict(zip(wrt, made, strict=True))
         return None, *(result.get(name) for name in operation.names)
 
 
 class _Derivative(_Transformable):
-    """Autograd function of gradients or tangents, whose own derivative raises an error."""
+    """Autograd function of gradients or tangents."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise no_second_derivative()
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _Transformable.setup_context(ctx, inputs, output)
+        _, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+
+def _tensors_of(ctx: Any) -> dict[str, Tensor]:
+    """Return the tensors that a derivative was given, by name."""
+    require_versions(ctx.operation.versions)
+    return dict(zip(ctx.operation.names, ctx.saved_tensors, strict=True))
+
+
+def _needed(ctx: Any) -> list[str]:
+    """Return the names of the tensors of a derivative whose gradients are needed."""
+    _, *needed = ctx.needs_input_grad
+    return [name for name, is_it in zip(ctx.operation.names, needed, strict=True) if is_it]
+
+
+class _Gradients(_Derivative):
+    """Autograd function of gradients.
+
+    Its results do not depend on out and lse as arguments of their own: the tangents of q, k and v
+    determine those of out and lse.
+    """
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        operation, (_, *of_tensors) = ctx.operation, tangents
+        named = zip(operation.names, of_tensors, strict=True)
+        moving = {n: x for n, x in named if x is not None and n not in _RESULTS}
+        inputs = [name for name in moving if name not in _GRADIENTS]
+        require_second_derivative(operation.call, [*inputs, *operation.wrt])
+        tensors = _tensors_of(ctx) | {f"{name}_tangent": x for name, x in moving.items()}
+        return _Hessian.of(operation, tensors, operation.wrt).apply(tensors.values())
+
+    @staticmethod
+    def backward(ctx: Any, *directions: Tensor | None) -> Any:
+        operation, needed = ctx.operation, _needed(ctx)
+        of_inputs = zip(operation.wrt, directions, strict=True)
+        moving = {f"{name}_tangent": x for name, x in of_inputs if x is not None}
+        if not moving:
+            return (None,) * (len(operation.names) + 1)
+        inputs = tuple(n for n in needed if n not in (*_RESULTS, *_GRADIENTS))
+        moved = [name.removesuffix("_tangent") for name in moving]
+        require_second_derivative(operation.call, [*inputs, *moved])
+        tensors = _tensors_of(ctx)
+        result: dict[str, Tensor] = {}
+        if inputs:
+            given = tensors | moving
+            found = _Hessian.of(operation, given, inputs).apply(given.values())
+            result = dict(zip(inputs, found, strict=True))
+        if any(name in needed for name in _GRADIENTS):
+            given = {n: x for n, x in tensors.items() if n not in (*_RESULTS, *_GRADIENTS)} | moving
+            tangents = _Pushforward(operation.call, tuple(given), operation.versions)
+            result |= zip(_GRADIENTS, tangents.apply(given.values()), strict=True)
+        return None, *(result.get(name) if name in needed else None for name in operation.names)
+
+
+class _TangentsOfResults(_Derivative):
+    """Autograd function of tangents, whose gradients are those of attention and their tangents."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise no_second_derivative("that is the tangent of a tangent")
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        operation, needed = ctx.operation, _needed(ctx)
+        of_results = zip(_GRADIENTS, gradients, strict=True)
+        given = {name: x for name, x in of_results if x is not None}
+        if not given:
+            return (None,) * (len(operation.names) + 1)
+        tensors = _tensors_of(ctx)
+        q, v = tensors["q"], tensors["v"]
+        given.setdefault("dout", q.new_zeros((*q.shape[:-1], v.shape[-1])))
+        inputs = tuple(name for name in needed if name not in TANGENTS)
+        require_second_derivative(operation.call, inputs)
+        result: dict[str, Tensor] = {}
+        if inputs:
+            found = _Hessian.of(operation, tensors | given, inputs)
+            result = dict(zip(inputs, found.apply((tensors | given).values()), strict=True))
+        moving = tuple(name for name in TANGENTS if name in needed)
+        if moving:
+            # Gradients are linear in dout and dlse, and so equal to their tangents.
+            still = {name: x for name, x in tensors.items() if name not in TANGENTS} | given
+            still |= {f"{name}_tangent": x for name, x in given.items()}
+            wrt = tuple(name.removesuffix("_tangent") for name in moving)
+            found = _Hessian.of(operation, still, wrt)
+            result |= zip(moving, found.apply(still.values()), strict=True)
+        return None, *(result.get(name) for name in operation.names)
 
 
 class _Forward(_Operation):
-    """Attention, with the results out and lse. `versions` are those of the given tensors."""
+    """Attention, with the results out and lse."""
 
     function = _Attention
-
-    def __init__(
-        self, call: DifferentiableCall, names: tuple[str, ...], versions: list[Version]
-    ) -> None:
-        super().__init__(call, names)
-        self.versions = versions
 
     def run(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         call, inputs = self.given(tensors)
@@ -249,7 +348,7 @@ class _Forward(_Operation):
 class _Backward(_Operation):
     """Gradients of attention for the inputs in `wrt`."""
 
-    function = _Derivative
+    function = _Gradients
 
     def run(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         call, inputs = self.given(tensors)
@@ -262,7 +361,7 @@ class _Backward(_Operation):
 class _Pushforward(_Operation):
     """Tangents of out and lse of a dense call, whose tensors include tangents of q, k and v."""
 
-    function = _Derivative
+    function = _TangentsOfResults
 
     def run(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         call, inputs = self.given(tensors)
@@ -273,3 +372,27 @@ class _Pushforward(_Operation):
             **call.keywords(inputs),
         )
         return results[1::2]
+
+
+class _Hessian(_Operation):
+    """Tangents of the gradients in `wrt` of a dense call, whose tensors include tangents."""
+
+    function = _Transformable
+
+    @classmethod
+    def of(
+        cls, operation: _Operation, tensors: Mapping[str, Tensor], wrt: tuple[str, ...]
+    ) -> _Hessian:
+        """Return the derivative of another operation on the same call."""
+        return cls(operation.call, tuple(tensors), operation.versions, wrt)
+
+    def run(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        call, inputs = self.given(tensors)
+        found = flash_attention_hvp(
+            *(tensors["dout"], *inputs[: len(ROWS)]),
+            *(tensors.get(name) for name in (*TANGENTS, "dout_tangent")),
+            dlse=tensors.get("dlse"),
+            dlse_tangent=tensors.get("dlse_tangent"),
+            **call.keywords(inputs),
+        )
+        return tuple(x for name, x in zip(ROWS, found, strict=True) if name in self.wrt)

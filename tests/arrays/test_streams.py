@@ -187,6 +187,8 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "attention_varlen_backward_reference": reference(
         "attention_varlen_backward_reference", 4, *SPANS
     ),
+    "attention_hvp_reference": reference("attention_hvp_reference", 8),
+    "flash_attention_hvp": reference("flash_attention_hvp", 8),
     "attention_jvp_reference": reference("attention_jvp_reference", 6),
     "flash_attention_jvp": reference("flash_attention_jvp", 6),
     "attention_varlen_jvp_reference": reference("attention_varlen_jvp_reference", 3, *SPANS),

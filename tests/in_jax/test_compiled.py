@@ -235,22 +235,6 @@ def test_errors_of_contents_are_raised_when_a_function_runs(rng: np.random.Gener
     assert_equal(attention(right), cj.flash_attention(q, k, v))
 
 
-def test_second_derivatives_and_forward_mode_are_refused(rng: np.random.Generator) -> None:
-    q, k, v = rows(rng)
-
-    def loss(q: Any) -> Any:
-        return (cj.flash_attention(q, k, v) ** 2).sum()
-
-    def slope(q: Any) -> Any:
-        return jax.grad(loss)(q).sum()
-
-    for function in (slope, jax.jit(slope)):
-        with pytest.raises(NotImplementedError, match="second derivatives are not supported"):
-            jax.grad(function)(q)
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(loss, (q,), (q,))
-
-
 @pytest.mark.parametrize("name", ["alibi_slopes", "mask"])
 def test_arrays_without_gradients_may_be_traced(rng: np.random.Generator, name: str) -> None:
     q, k, v = rows(rng)

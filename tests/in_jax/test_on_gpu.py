@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.gpu import fake_gpu
 
-from cupy_flash import ScoreMod
+from cupy_flash import ScoreMod, flash_attention_hvp, flash_attention_jvp
 
 jax = pytest.importorskip("jax")
 pytest.importorskip("cupy_flash.jax")
@@ -332,3 +332,44 @@ def test_a_program_of_another_process_names_its_functions_in_vain(gpu: Any, xla:
     static = static._replace(functions=(("score_mod", "0-1"),))
     with pytest.raises(ValueError, match="score_mod or mask_mod of another process"):
         on_gpu.execute(xla.frame(static, arguments, results))
+
+
+@pytest.mark.parametrize("wrt", [None, ("q", "v")])
+def test_tangents_are_computed_in_the_programs_memory(
+    wrt: tuple[str, ...] | None,
+    gpu: Any,
+    xla: FakeXla,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory: dict[int, np.ndarray] = {}
+    streams = []
+
+    def array_at(address: int, shape: tuple[int, ...], dtype: Any, device: int) -> np.ndarray:
+        assert device == DEVICE
+        streams.append(gpu.stream)
+        values = rng.standard_normal(shape).astype(dtype)
+        return memory.setdefault(address, values)
+
+    monkeypatch.setattr(on_gpu, "array_at", array_at)
+    shapes = {"q": (2, 5, 2, 8), "k": (2, 7, 1, 8), "v": (2, 7, 1, 8), "v_tangent": (2, 7, 1, 8)}
+    results = {"out": shapes["q"], "lse": (2, 2, 5)}
+    function: Any = flash_attention_jvp
+    if wrt is not None:
+        shapes |= {"dout": shapes["q"], "dlse": results["lse"]}
+        results, function = {name: shapes[name] for name in wrt}, flash_attention_hvp
+    static = StaticCall(tuple(shapes), Options(causal=True, return_lse=True, wrt=wrt))
+    given, made = (
+        [Array(gpu.address(), shape, np.float32) for shape in some.values()]
+        for some in (shapes, results)
+    )
+    for _ in range(2):
+        on_gpu.execute(xla.frame(static, given, made))
+    assert gpu.launches == []
+    assert set(streams) == {STREAM}
+    named = {name: memory[array.address] for name, array in zip(shapes, given, strict=True)}
+    options = {"return_lse": True} if wrt is None else {}
+    expected = function(**named, **options, causal=True)
+    expected = expected[1::2] if wrt is None else (expected[0], expected[2])
+    for array, right in zip(made, expected, strict=True):
+        np.testing.assert_array_equal(memory[array.address], right)

@@ -61,6 +61,8 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "reference": lambda x: cupy_flash.attention_reference(x, x, x),
     "tangent": lambda x: cupy_flash.flash_attention_jvp(x, x, x, x, x, x)[1],
     "exact tangent": lambda x: cupy_flash.attention_jvp_reference(x, x, x, x, x, x)[1],
+    "second derivative": lambda x: cupy_flash.flash_attention_hvp(*[x] * 8)[0],
+    "exact second derivative": lambda x: cupy_flash.attention_hvp_reference(*[x] * 8)[1],
     "weights": lambda x: cupy_flash.attention_weights(x, x, queries=-1),
 }
 

@@ -11,11 +11,11 @@ import pytest
 from support.comparisons import assert_all_equal
 from support.draws import few_then_slow
 from support.emulated_kernels import run_on_host
+from support.gradients.directions import tangents_of
 from support.gradients.gradient_calls import random_gradient_call
 from support.gradients.tangent_rule import (
     check_packed_tangents,
     check_tangents,
-    directions,
     packed_call,
 )
 
@@ -88,7 +88,7 @@ def test_tangents_obey_the_error_rule(
     inputs, options = call.forward.given(np)
     inputs = [np.ascontiguousarray(x) for x in inputs]
     moved = rng.integers(1, 8)
-    direction = [x if moved >> i & 1 else None for i, x in enumerate(directions(inputs, rng))]
+    direction = [x if moved >> i & 1 else None for i, x in enumerate(tangents_of(inputs, rng))]
     results = tangents_on_host(family, inputs, direction, options, folder)
     check_tangents(results, inputs, direction, options, call)
 

@@ -12,11 +12,13 @@ from support.libraries import cupy_library, host_array
 
 from cupy_flash import (
     attention_backward_reference,
+    attention_hvp_reference,
     attention_jvp_reference,
     attention_reference,
     attention_varlen_reference,
     attention_weights,
     attention_with_kvcache_reference,
+    flash_attention_hvp,
     flash_attention_jvp,
     seen_pairs,
 )
@@ -112,6 +114,7 @@ def test_modifications_of_host_queries_may_lie_on_a_gpu(
         (attention_reference, (q, k, v)),
         (attention_naive, (q, k, v)),
         (attention_backward_reference, (q, q, k, v)),
+        (attention_hvp_reference, (q, q, k, v, q)),
         (attention_jvp_reference, (q, k, v, q)),
         (attention_weights, (q, k)),
     ):
@@ -128,10 +131,19 @@ def test_scales_of_host_arrays_may_lie_on_a_gpu(rng: np.random.Generator) -> Non
     np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("function", [attention_jvp_reference, flash_attention_jvp])
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(attention_jvp_reference, flash_attention_jvp),
+        *(attention_hvp_reference, flash_attention_hvp),
+    ],
+)
 def test_tangents_of_two_memories_are_refused(function: Any, rng: np.random.Generator) -> None:
     shapes = [(BATCH, QUERIES, HEADS, DIM), *[(BATCH, KEYS, HEADS_KV, DIM)] * 2] * 2
-    names = ("q", "k", "v", "q_tangent", "k_tangent", "v_tangent")
+    names = ["q", "k", "v", "q_tangent", "k_tangent", "v_tangent"]
+    if "hvp" in function.__name__:
+        names += ["dout", "dout_tangent", "dlse", "dlse_tangent"]
+        shapes += [shapes[0]] * 2 + [(BATCH, HEADS, QUERIES)] * 2
     arrays = {n: rng.standard_normal(shape) for n, shape in zip(names, shapes, strict=True)}
     for name in names[1:]:
         with pytest.raises(TypeError, match=f"^q lies in host memory and {name} on a GPU; move"):
@@ -163,6 +175,10 @@ def with_tangents_of_inputs(q: Any, k: Any, v: Any) -> Any:
     return attention_jvp_reference(q, k, v, q, k, v)
 
 
+def with_directions_of_inputs(q: Any, k: Any, v: Any) -> Any:
+    return attention_hvp_reference(q, q, k, v, q, k, v, q)
+
+
 def packed(rng: np.random.Generator, function: Callable[..., Any], **scales: Any) -> Any:
     return dense(rng, function, np.array([0, 2, 5]), np.array([0, 4, 7]), 3, 4, **scales)
 
@@ -191,6 +207,7 @@ CALLS: dict[str, Callable[[np.random.Generator], Any]] = {
     "naive": lambda rng: dense(rng, attention_naive, dtype=np.float32),
     "gradients": lambda rng: dense(rng, attention_backward_reference),
     "tangents": lambda rng: dense(rng, with_tangents_of_inputs),
+    "second derivatives": lambda rng: dense(rng, with_directions_of_inputs),
     "packed": lambda rng: packed(rng, attention_varlen_reference),
     "packed with scales": lambda rng: packed(rng, attention_varlen_reference, k_scale=0.3),
     "gradients of packed": lambda rng: packed(rng, attention_varlen_backward_reference),

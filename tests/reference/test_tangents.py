@@ -12,17 +12,24 @@ import pytest
 from support.calls.modified_calls import ModifiedCall
 from support.comparisons import assert_all_close, assert_all_equal, peak_memory
 from support.foreign import Foreign
+from support.gradients.directions import (
+    STEP,
+    arrays_of_rows,
+    every_modification,
+    largest_product,
+    random_arrays,
+    size_of,
+    tangents_of,
+)
 from support.gradients.gradient_calls import (
     GradientCall,
     random_gradient_call,
     smooth_gradient_call,
 )
-from support.gradients.tangent_rule import directions, largest_product, tangent_sizes
+from support.gradients.tangent_rule import tangent_sizes
 
 import cupy_flash
 from cupy_flash import (
-    MaskMod,
-    ScoreMod,
     attention_backward_reference,
     attention_jvp_reference,
     attention_reference,
@@ -33,13 +40,6 @@ from cupy_flash.reference.dense import error_bound, max_error
 
 KINDS = ("dense", "padded")
 FUNCTIONS = pytest.mark.parametrize("function", [attention_jvp_reference, flash_attention_jvp])
-# Step of the difference quotients.
-STEP = 1e-4
-
-
-def size_of(x: np.ndarray) -> float:
-    """Return the largest finite magnitude, at least 1."""
-    return float(np.abs(x[np.isfinite(x)]).max(initial=1))
 
 
 # ---- The definition
@@ -48,7 +48,7 @@ def size_of(x: np.ndarray) -> float:
 def check_by_differences(call: GradientCall, rng: np.random.Generator, find: Callable) -> None:
     """Compare out, lse and their tangents with the forward reference and its differences."""
     inputs, options = call.forward.given(np)
-    direction = directions(inputs, rng)
+    direction = tangents_of(inputs, rng)
     options["return_lse"] = True
     out, out_tangent, lse, lse_tangent = find(*inputs, *direction, **options)
     expected = attention_reference(*inputs, **options)
@@ -116,7 +116,7 @@ def test_differences_tell_tangents_apart_that_are_almost_right(i: int, rng: Any)
 def test_gradients_are_the_transpose_of_tangents(kind: str, number: int, rng: Any) -> None:
     call = random_gradient_call(rng, "float64", kind, head_dims=(1, 5, 24), longest=(30, 60))
     inputs, options = call.forward.given(np)
-    direction = directions(inputs, rng)
+    direction = tangents_of(inputs, rng)
     results = attention_jvp_reference(*inputs, *direction, **options, return_lse=True)
     _, out_tangent, lse, lse_tangent = results
     dout, dlse = (rng.standard_normal(x.shape) for x in (out_tangent, lse_tangent))
@@ -138,30 +138,11 @@ def test_gradients_are_the_transpose_of_tangents(kind: str, number: int, rng: An
 
 def test_every_modification_is_part_of_the_definition(rng: Any) -> None:
     """The random calls above may lack one; this call has most of them at once."""
-    q, k, v = (rng.standard_normal((2, n, h, 8)) for n, h in ((7, 4), (11, 2), (11, 2)))
-    options: dict[str, Any] = {
-        "causal": True,
-        "window_size": (3, None),
-        "prefix_lens": [2, 0],
-        "q_offset": [3, 5],
-        "softcap": 3.0,
-        "softmax_scale": 0.6,
-        "alibi_slopes": rng.random(4),
-        "bias": rng.standard_normal((2, 1, 7, 11)),
-        "mask": rng.random((1, 4, 7, 11)) < 0.8,
-        "sinks": rng.standard_normal(4),
-        "dropout_p": 0.25,
-        "dropout_seed": [5, 1],
-        "score_mod": ScoreMod(
-            lambda score, h, j, gain, shift: gain[h] * score * score + np.sin(score) * shift[j],
-            gain=rng.random(4),
-            shift=rng.standard_normal(11),
-        ),
-        "mask_mod": MaskMod(lambda i, j: (i + j) % 4 != 1),
-    }
+    q, k, v = arrays_of_rows(rng)
+    options = every_modification(rng)
     call = GradientCall(ModifiedCall("dense", "float64", {"q": q, "k": k, "v": v}, options), q)
     check_by_differences(call, rng, attention_jvp_reference)
-    direction = directions((q, k, v), rng)
+    direction = tangents_of((q, k, v), rng)
     found = attention_jvp_reference(q, k, v, *direction, **options)
     for name in options.keys() - {"dropout_seed"}:
         left = {n: x for n, x in options.items() if n != name}
@@ -177,7 +158,7 @@ def test_every_modification_is_part_of_the_definition(rng: Any) -> None:
 def test_results_obey_the_error_rule(dtype: str, number: int, rng: Any) -> None:
     call = random_gradient_call(rng, dtype, "dense", head_dims=(5, 24, 64), longest=(60, 90))
     inputs, options = call.forward.given(np)
-    direction = directions(inputs, rng)
+    direction = tangents_of(inputs, rng)
     results = flash_attention_jvp(*inputs, *direction, **options, return_lse=True)
     exact = attention_jvp_reference(*inputs, *direction, **options, return_lse=True)
     compute = np.dtype(np.float64 if dtype == "float64" else np.float32)
@@ -200,14 +181,6 @@ def test_results_obey_the_error_rule(dtype: str, number: int, rng: Any) -> None:
 
 
 # ---- Edge cases
-
-
-def random_arrays(
-    rng: np.random.Generator, seqlens: tuple[int, int] = (11, 23), dtype: Any = np.float64
-) -> list[np.ndarray]:
-    """Return q, k, v and their tangents: batch 2, 4 query heads, 2 KV heads, dims 8 and 5."""
-    shapes = [(seqlens[0], 4, 8), (seqlens[1], 2, 8), (seqlens[1], 2, 5)] * 2
-    return [rng.standard_normal((2, *shape)).astype(dtype) for shape in shapes]
 
 
 @FUNCTIONS

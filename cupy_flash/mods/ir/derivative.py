@@ -26,18 +26,22 @@ _MOST_DIVISORS = 8
 
 # Cached, because the CPU backend requests the same derivative for each block of scores.
 @functools.lru_cache(maxsize=256)
-def derivative(root: Node, of: Node) -> Node:
+def derivative(root: Node, of: Node, order: int = 1) -> Node:
     """Return the derivative of the expression `root` with respect to the node `of`.
 
     The node `of` is the score or the load of an element. A derivative that is 0 or 1 everywhere is
-    returned as this literal.
+    returned as this literal. `order` is 1, or 2 for the derivative of the derivative.
 
     Raises
     ------
     TypeError
         If the expression has CUDA source of the user, which is not analyzed.
     """
-    return _Tangents(postorder(root), of).of[root]
+    tangents = _Tangents(postorder(root), of)
+    for _ in range(order - 1):
+        root = tangents.of[root]
+        tangents = _Tangents(postorder(root), of, tangents)
+    return tangents.of[root]
 
 
 class Partial(NamedTuple):
@@ -122,12 +126,16 @@ def slopes_of(score: Node | None, names: tuple[str, ...]) -> Slopes:
 class _Tangents:
     """Derivatives of nodes, each after its arguments, with respect to the node `of`.
 
-    All other nodes have derivative 0. The attribute `of` holds the derivatives, keyed by node.
+    All other nodes have derivative 0. The attribute `of` holds the derivatives, keyed by node. If
+    the nodes are those of a derivative, `before` is the object that computed it.
     """
 
-    def __init__(self, nodes: Iterable[Node], of: Node) -> None:
+    def __init__(self, nodes: Iterable[Node], of: Node, before: _Tangents | None = None) -> None:
         self._products: dict[tuple[Node, Node], Node] = {}
-        self._choices: dict[Node, int] = {}
+        self._choices: dict[Node, int] = {} if before is None else before._choices
+        # Products that `_times` computes only where a tangent is not 0, with this tangent.
+        self._guards: dict[Node, Node] = {}
+        self._guards_before = {} if before is None else before._guards
         self.of: dict[Node, Node] = {}
         for node in nodes:
             self.of[node] = ONE if node is of else self._tangent(node)
@@ -137,12 +145,23 @@ class _Tangents:
     def _tangent(self, node: Node) -> Node:
         if node.op == "cuda":
             raise TypeError("CUDA source has no derivative; differentiate the Python function")
+        if node in self._guards_before:
+            return self._of_guarded(node, self._guards_before[node])
         tangents = [self.of.get(argument, ZERO) for argument in node.args]
         if node.type != REAL or all(map(is_zero, tangents)):
             return ZERO
         rule = OPERATIONS[node.op].derivative
         assert rule is not None
         return rule(self, node, *tangents)
+
+    def _of_guarded(self, node: Node, tangent: Node) -> Node:
+        """Return the derivative of a product that is computed only where `tangent` is not 0.
+
+        Where the tangent is 0 because it changes its sign, the product has a derivative as well.
+        Where a `where` selects 0, the derivative of the tangent is 0, too.
+        """
+        are_zero = (operation("eq", x, ZERO) for x in (tangent, self.of[tangent]))
+        return operation("where", operation("and", *are_zero), ZERO, self.of[node.args[2]])
 
     def times(self, factor: Node, tangent: Node) -> Node:
         """Return the product, which is 0 where the tangent is 0 or where a `where` selects 0.
@@ -161,12 +180,17 @@ class _Tangents:
         choices = self._zero_choices(tangent)
         if choices > _MOST_CHOICES:
             product = operation("mul", factor, tangent)
-            return operation("where", operation("eq", tangent, ZERO), ZERO, product)
+            guarded = operation("where", operation("eq", tangent, ZERO), ZERO, product)
+            self._guards[guarded] = tangent
+            return guarded
         if choices:
             is_where = tangent.op == "where"
             kept = tangent.args[:1] if is_where else ()
             parts = (self.times(factor, part) for part in tangent.args[len(kept) :])
-            return operation(tangent.op, *kept, *parts)
+            result = operation(tangent.op, *kept, *parts)
+            if tangent in self._guards:
+                self._guards[result] = self._guards[tangent]
+            return result
         if factor is MINUS_ONE:
             return operation("neg", tangent)
         if factor.op == "div" and factor.args[0] is ONE:

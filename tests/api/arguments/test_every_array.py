@@ -32,6 +32,7 @@ CALLS = [call for function in FUNCTIONS for call in calls_of(function, np.float1
 # Reference functions in float64, by the name of the function that they are compared with.
 EXACT = {
     "flash_attention": cupy_flash.attention_reference,
+    "flash_attention_hvp": cupy_flash.attention_hvp_reference,
     "flash_attention_jvp": cupy_flash.attention_jvp_reference,
     "flash_attention_varlen": cupy_flash.attention_varlen_reference,
     "flash_attention_varlen_jvp": cupy_flash.attention_varlen_jvp_reference,

@@ -23,13 +23,14 @@ PACKED_GRADIENTS = (ROWS, ROWS, ROWS, ROWS, ROWS, LSE[0], *LENGTHS)
 # Arguments for a call of each function that takes masks or score modifications.
 CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "attention_backward_reference": ((Q, Q, Q, Q), {}),
+    "attention_hvp_reference": ((Q, Q, Q, Q), {}),
     "attention_jvp_reference": (DENSE, {}), "attention_reference": (DENSE, {}),
     "attention_varlen_backward_reference": ((ROWS, *PACKED), {}),
     "attention_varlen_jvp_reference": (PACKED, {}),
     "attention_varlen_reference": (PACKED, {}), "attention_weights": ((Q, Q), {}),
     "attention_with_kvcache_reference": (DENSE, {"cache_seqlens": 4}),
     "flash_attention": (DENSE, {}), "flash_attention_backward": (GRADIENTS, {}),
-    "flash_attention_jvp": (DENSE, {}),
+    "flash_attention_hvp": ((Q, Q, Q, Q), {}), "flash_attention_jvp": (DENSE, {}),
     "flash_attention_qkvpacked": ((QKV,), {}),
     "flash_attention_qkvpacked_backward": ((Q, QKV, Q, LSE), {}),
     "flash_attention_qkvpacked_vjp": ((QKV,), {}), "flash_attention_varlen": (PACKED, {}),

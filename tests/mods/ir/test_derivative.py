@@ -51,6 +51,13 @@ def compare(function: Callable[[np.ndarray], Any], found: Any, x: np.ndarray) ->
     assert (np.abs((before + after) / 2 - found) <= allowed).all()
 
 
+def compare_second(mod: ScoreMod, x: np.ndarray, b: Any = 0, h: Any = 0, **given: Any) -> None:
+    """Assert that second derivatives are the derivatives of the first ones."""
+    given = {"b": b, "h": h, "i": 0, "j": 0} | given
+    found = mod.derivative(x, **given, order=2)
+    compare(lambda x: mod.derivative(x, **given), found, x)
+
+
 # Differentiable functions of reals, by the name of NumPy's function or of another notation.
 SMOOTH = {
     "add": lambda x: x + 2 * x,
@@ -117,9 +124,11 @@ def test_a_functions_derivative_is_what_finite_differences_give(name, rng) -> No
         return mod.evaluate(x, 0, 0, 0, 0)
 
     compare(evaluate, mod.derivative(x, 0, 0, 0, 0), x)
+    compare_second(mod, x)
     # The function is also compared as a part of others.
     outer = ScoreMod(lambda score: np.tanh(function(np.sin(score))) * score)
     compare(lambda x: outer.evaluate(x, 0, 0, 0, 0), outer.derivative(x, 0, 0, 0, 0), x)
+    compare_second(outer, x)
 
 
 @pytest.mark.parametrize("name", SCORES)
@@ -127,6 +136,7 @@ def test_slopes_of_the_gallery_are_what_finite_differences_give(name, rng) -> No
     mod, columns = SCORES[name], pairs(rng, 3000)
     x, given = 4 * rng.standard_normal(3000), of_pairs(columns)
     compare(lambda x: mod.evaluate(x, **given), mod.derivative(x, **given), x)
+    compare_second(mod, x, **given)
 
 
 def test_slopes_of_random_expressions_are_what_finite_differences_give(rng) -> None:
@@ -134,6 +144,7 @@ def test_slopes_of_random_expressions_are_what_finite_differences_give(rng) -> N
         mod, columns = random_score_mod(rng), pairs(rng, 300)
         x, given = 4 * rng.standard_normal(300), of_pairs(columns)
         compare(lambda x, m=mod, g=given: m.evaluate(x, **g), mod.derivative(x, **given), x)
+        compare_second(mod, x, **given)
 
 
 def gradients_by_differences(
@@ -234,9 +245,9 @@ def test_gradients_of_captures_of_random_expressions_are_sums_over_pairs(rng) ->
 # ---- Kinks, and values that `where` does not choose
 
 
-def slope_at(function: Callable[[Any], Any], *x: float) -> list[float]:
+def slope_at(function: Callable[[Any], Any], *x: float, order: int = 1) -> list[float]:
     mod = ScoreMod(lambda score: function(score))
-    return np.broadcast_to(mod.derivative(np.array(x), 0, 0, 0, 0), len(x)).tolist()
+    return np.broadcast_to(mod.derivative(np.array(x), 0, 0, 0, 0, order=order), len(x)).tolist()
 
 
 @pytest.mark.parametrize(
@@ -269,6 +280,42 @@ def test_what_a_where_does_not_choose_leaves_no_trace(function, slopes) -> None:
     np.testing.assert_allclose(slope_at(function, -2.0, 0.0, 2.0), slopes, rtol=1e-15)
 
 
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (np.abs, (0, 0, 0)), (lambda x: np.maximum(x, 0), (0, 0, 0)),
+        (lambda x: np.maximum(x, 0) ** 3, (0, 0, 12)), (lambda x: x * np.abs(x), (-2, 0, 2)),
+        (lambda x: x**3, (-12, 0, 12)), (lambda x: np.where(x > 0, np.log(x), x), (0, 0, -0.25)),
+        (lambda x: np.sqrt(np.where(x > 0, x, 0)), (0, 0, -(2**-3.5))),
+    ],
+)  # fmt: skip
+def test_second_derivatives_at_kinks_are_derivatives_of_the_first(function, expected) -> None:
+    found = slope_at(function, -2.0, 0.0, 2.0, order=2)
+    np.testing.assert_allclose(found, expected, rtol=1e-15)
+
+
+@pytest.mark.parametrize("choices", [2, 7, 8, 20])
+def test_second_derivatives_where_the_first_one_changes_its_sign(choices: int) -> None:
+    def chosen(score: Any, j: Any) -> Any:
+        result = score * score
+        for n in range(choices):
+            result = np.where(j == n, 0, result)
+        return result
+
+    j = np.arange(choices + 1)
+    last = np.where(j == choices, 1, 0)
+    # Of several alternatives, 0 among them, a product leaves out those that are 0.
+    for outer, at_0 in ((np.sin, 2), (lambda x: np.exp(3 * x), 6), (lambda x: x * x + x, 2)):
+        mod = ScoreMod(lambda score, j, f=outer: f(chosen(score, j)))
+        found = mod.derivative(np.zeros(j.shape), 0, 0, 0, j, order=2)
+        np.testing.assert_allclose(found, at_0 * last, rtol=1e-15)
+    # The derivatives of the root are infinite where 0 is chosen, and leave no trace.
+    root = ScoreMod(lambda score, j: np.sqrt(chosen(score, j)))
+    first, second = (root.derivative(np.full(j.shape, 2.0), 0, 0, 0, j, order=n) for n in (1, 2))
+    np.testing.assert_array_equal(first, last)
+    np.testing.assert_allclose(second, 0 * last, atol=1e-15)
+
+
 def test_slopes_that_are_known_are_literals() -> None:
     def of(function: Callable[..., Any], **captures: Any) -> Node:
         return derivative(ScoreMod(function, **captures).graph, SCORE)
@@ -285,6 +332,25 @@ def test_slopes_that_are_known_are_literals() -> None:
     tanh = next(node for node in postorder(capped.graph) if node.op == "tanh")
     expected = operation("strict", operation("sub", ONE, operation("mul", tanh, tanh)))
     assert derivative(capped.graph, SCORE) is expected
+
+
+def test_second_derivatives_that_are_known_are_literals() -> None:
+    def of(function: Callable[..., Any]) -> Node:
+        return derivative(ScoreMod(function).graph, SCORE, 2)
+
+    assert of(lambda score: score * 3 - score) is ZERO
+    assert of(lambda score, j: np.where(j > 3, score, np.abs(score))) is ZERO
+    assert of(lambda score: score * score).value == 2
+
+
+def test_second_derivatives_of_long_functions_stay_small() -> None:
+    def chained(score: Any) -> Any:
+        for n in range(500):
+            score = np.where(score > n, np.sin(score) * 0.5, score)
+        return score
+
+    sizes = [len(list(postorder(derivative(ScoreMod(chained).graph, SCORE, n)))) for n in (1, 2)]
+    assert sizes[1] < 6 * sizes[0] < 60_000
 
 
 def test_deep_nests_of_choices_stay_small() -> None:

@@ -210,6 +210,9 @@ CALLS_OF_ONE: dict[str, Callable[..., Any]] = {
     "attention_backward_reference": lambda x, _, **stream: cupy_flash.attention_backward_reference(
         x, x, x, x, **stream
     ),
+    "attention_hvp_reference": lambda x, _, **stream: cupy_flash.attention_hvp_reference(
+        *[x] * 8, **stream
+    ),
     "attention_jvp_reference": lambda x, _, **stream: cupy_flash.attention_jvp_reference(
         *[x] * 6, **stream
     ),

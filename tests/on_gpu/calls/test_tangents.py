@@ -9,11 +9,11 @@ import pytest
 from support.comparisons import assert_all_equal
 from support.gpu import cupy
 from support.gpu.gpu_support import DTYPES
+from support.gradients.directions import tangents_of
 from support.gradients.gradient_calls import random_gradient_call
 from support.gradients.tangent_rule import (
     check_packed_tangents,
     check_tangents,
-    directions,
     packed_call,
 )
 
@@ -60,7 +60,7 @@ def test_tangents_obey_the_error_rule(
     call = random_gradient_call(rng, dtype, kind, longest=longest)
     inputs, host_options = call.forward.given(np)
     moved = rng.integers(1, 8)
-    direction = [x if moved >> i & 1 else None for i, x in enumerate(directions(inputs, rng))]
+    direction = [x if moved >> i & 1 else None for i, x in enumerate(tangents_of(inputs, rng))]
     on_gpu, options = call.forward.given(cupy)
     its_direction = [None if x is None else cupy.asarray(x) for x in direction]
     try:

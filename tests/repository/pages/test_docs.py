@@ -128,11 +128,13 @@ def test_functions_of_dense_arrays_are_found() -> None:
     names = [name.rpartition(".")[2] for name in FUNCTIONS]
     expected = {
         "attention_backward_reference": 1,
+        "attention_hvp_reference": 1,
         "attention_jvp_reference": 1,
         "attention_reference": 1,
         "attention_weights": 1,
         "flash_attention": 3,
         "flash_attention_backward": 1,
+        "flash_attention_hvp": 1,
         "flash_attention_jvp": 1,
         "flash_attention_qkvpacked": 3,
         "flash_attention_qkvpacked_backward": 1,

@@ -122,7 +122,8 @@ def functions_of(module: ModuleType) -> list[Callable[..., Any]]:
     return functions + [
         planned(f)
         for f in functions
-        if f.__name__.startswith("flash_attention") and not f.__name__.endswith(("_jvp", "_vjp"))
+        if f.__name__.startswith("flash_attention")
+        and not f.__name__.endswith(("_hvp", "_jvp", "_vjp"))
     ]
 
 
@@ -309,11 +310,15 @@ class _World:
             "dropout_seed": lambda _: {name: np.array([5, 1]), "dropout_p": 0.3},
             "score_mod": lambda _: {name: self._score_mod()},
             "mask_mod": lambda _: {name: self._mask_mod()},
-            "dlse": lambda v: {name: self._values(*self._lse_shape(v), dtype=self.accumulator)},
+            **dict.fromkeys(
+                ("dlse", "dlse_tangent"),
+                lambda v: {name: self._values(*self._lse_shape(v), dtype=self.accumulator)},
+            ),
             **dict.fromkeys(
                 ("q_tangent", "k_tangent", "v_tangent"),
                 lambda v: {name: v[name]},
             ),
+            "dout_tangent": lambda v: {name: self._values(*v["dout"].shape)},
             "out": lambda v: {name: self._poison(self._out_shape(v))},
             **dict.fromkeys(
                 ("dq", "dk", "dv", "dqkv"), lambda v: {name: self._poison(v[name[1:]].shape)}

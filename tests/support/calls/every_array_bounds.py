@@ -64,6 +64,8 @@ def check_results(call: Call, found: Sequence[np.ndarray], expected: Sequence[np
     elif "_jvp" in name:
         _check_forward(call.values, found[::2], expected[::2])
         _check_tangents(found[1::2], expected[1::2])
+    elif "_hvp" in name:
+        _check_tangents(found, expected)
     elif "backward" in name:
         _check_gradients(call.values, found, is_exact=name.startswith("attention"))
     elif name.endswith("_vjp"):

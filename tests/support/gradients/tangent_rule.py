@@ -8,51 +8,21 @@ import numpy as np
 
 from cupy_flash import attention_jvp_reference, attention_reference, attention_weights
 from cupy_flash.reference.dense import error_bound, max_error
-
-
-def directions(arrays: Any, rng: np.random.Generator) -> list[np.ndarray]:
-    """Return a random direction; it is NaN where the arrays are, as padding is."""
-    found = [rng.standard_normal(x.shape).astype(x.dtype) for x in arrays]
-    for tangent, array in zip(found, arrays, strict=True):
-        tangent[np.isnan(array)] = np.nan
-    return found
-
-
-def wide(x: np.ndarray, options: dict[str, Any], heads: int | None = None) -> np.ndarray:
-    """Return magnitudes (batch, heads, seqlen, dim) in float64, with KV heads repeated.
-
-    NaN, which padding is made of, becomes 0.
-    """
-    magnitudes = np.nan_to_num(np.abs(x.astype(np.float64)))
-    if options.get("layout") != "bhsd":
-        magnitudes = magnitudes.swapaxes(1, 2)
-    return magnitudes if heads is None else magnitudes.repeat(heads // magnitudes.shape[1], 1)
-
-
-def scale_of(inputs: Any, options: dict[str, Any]) -> float:
-    """Return the magnitude of the softmax scale."""
-    scale = options.get("softmax_scale")
-    return float(inputs[0].shape[-1] ** -0.5 if scale is None else abs(scale))
-
-
-def largest_product(inputs: Any, options: dict[str, Any]) -> float:
-    """Return the largest sum of magnitudes of the products that a scaled score is the sum of."""
-    q = wide(inputs[0], options)
-    k = wide(inputs[1], options, q.shape[1])
-    return float(scale_of(inputs, options) * (q @ k.swapaxes(2, 3)).max(initial=0))
+from support.gradients.directions import largest_product, magnitudes
 
 
 def tangent_sizes(
     inputs: Any, direction: Any, options: dict[str, Any]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the sums of magnitudes of all terms of the tangents of out and of lse."""
-    q, q_tangent = (wide(x[0], options) for x in (inputs, direction))
+    q, q_tangent = (magnitudes(x[0], options) for x in (inputs, direction))
     k, v, k_tangent, v_tangent = (
-        wide(x, options, q.shape[1]) for x in (*inputs[1:], *direction[1:])
+        magnitudes(x, options, q.shape[1]) for x in (*inputs[1:], *direction[1:])
     )
     # The functions of the gallery have slopes of at most 1.5.
     of_scores = q_tangent @ k.swapaxes(2, 3) + q @ k_tangent.swapaxes(2, 3)
-    of_scores *= 1.5 * scale_of(inputs, options)
+    scale = options.get("softmax_scale")
+    of_scores *= 1.5 * (q.shape[-1] ** -0.5 if scale is None else abs(scale))
     exact = [x.astype(np.float64) for x in inputs[:2]]
     kept = attention_weights(*exact, **options)
     weights = attention_weights(*exact, **options | {"dropout_p": 0})

@@ -212,4 +212,28 @@ if hasattr(jax, "shard_map"):
             one, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=checks
         )
         assert_close(jax.jit(step(divided))(q, k, v), step(one)(q, k, v))
+
+
+# Tangents and second derivatives are divided as the calls themselves.
+def moved(q, k, v, t):
+    def loss(q, k, v):
+        return (cj.flash_attention(q, k, v, causal=True) ** 2).sum()
+
+    out, tangent = jax.jvp(lambda q: cj.flash_attention(q, k, v, causal=True), (q,), (t,))
+    products = jax.jvp(jax.grad(loss, (0, 1, 2)), (q, k, v), (t, k, v))
+    return out, tangent, products, jax.grad(lambda q: (jax.grad(loss)(q, k, v) ** 2).sum())(q)
+
+
+q, k, v, t = arrays((4, 6, 4, 8), (4, 8, 2, 8), (4, 8, 2, 8), (4, 6, 4, 8))
+expected = moved(q, k, v, t)
+for spec in (P("x"), P("x", None, "y"), P(None, "x")):
+    given = [placed(x, spec) for x in (q, k, v, t)]
+    assert_close(jax.jit(moved)(*given), expected)
+    assert_close(moved(*given), expected)
+if hasattr(jax, "shard_map"):
+    for spec in (P("x"), P("x", None, "y")):
+        divided = jax.shard_map(
+            lambda *xs: moved(*xs)[1:], mesh=mesh, in_specs=spec, out_specs=spec
+        )
+        assert_close(jax.jit(divided)(q, k, v, t), expected[1:])
 print("all right")

@@ -1,0 +1,125 @@
+"""Public function that computes tangents of the gradients of attention (second derivatives)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cupy_flash.opaque import opaque
+from cupy_flash.reference.hessian_products import in_precision_of_inputs
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cupy_flash.mods.keywords import Modifications
+
+
+@opaque
+def flash_attention_hvp(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    q_tangent: Any = None,
+    k_tangent: Any = None,
+    v_tangent: Any = None,
+    dout_tangent: Any = None,
+    *,
+    dlse: Any = None,
+    dlse_tangent: Any = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    q_offset: Any = None,
+    layout: str = "bshd",
+    stream: Any | None = None,
+    **modifications: Unpack[Modifications],
+) -> tuple[Any, ...]:
+    """Compute the derivatives of the gradients of `flash_attention` along a direction.
+
+    The axes are (batch, seqlen, heads, head_dim). Arrays (batch, heads, seqlen, head_dim), as
+    PyTorch has them, need layout="bhsd": without it heads and seqlen are silently confused.
+
+    If the tangents of dout and dlse are zeros, the results are the product of the Hessian of
+    sum(dout * out) + sum(dlse * lse), as a function of q, k and v, and the direction.
+
+    Parameters
+    ----------
+    dout : array, shape (batch, seqlen_q, heads_q, head_dim_v)
+        Gradient of the output, with the dtype and the array type of q.
+    q : array, shape (batch, seqlen_q, heads_q, head_dim)
+        Queries in float16, bfloat16, float32 or float64, of any array type and with any batch axes
+        that `flash_attention` takes.
+    k : array, shape (batch, seqlen_k, heads_kv, head_dim)
+        Keys, with the dtype and the array type of q.
+    v : array, shape (batch, seqlen_k, heads_kv, head_dim_v)
+        Values, with the dtype and the array type of q.
+    q_tangent, k_tangent, v_tangent, dout_tangent : arrays, optional
+        Tangents of q, k, v and dout, with the shapes, the dtype and the array type of these arrays.
+        A missing tangent counts as zeros, and its products take no time.
+    dlse, dlse_tangent : arrays, shape (batch, heads_q, seqlen_q), optional
+        Gradient of the log-sum-exp, if the loss depends on it, and its tangent, in any float dtype.
+    causal, softmax_scale, q_offset, layout, stream
+        See `flash_attention`; all arrays have the layout of q.
+    **modifications
+        Masks and changes of scores, see `Modifications`. They have no tangents.
+
+    Returns
+    -------
+    dq_tangent, dk_tangent, dv_tangent : arrays
+        Tangents of the gradients of q, k and v, with the shapes, the array type and the dtype of
+        these arrays. They are exactly 0 for a fully masked query row and for a key that no query
+        attends to.
+
+    Raises
+    ------
+    TypeError
+        If an input is not an array, has a wrong dtype or is in other memory than q, or a
+        modification has a wrong type.
+    ValueError
+        If the shapes or the layout are wrong, or the shape of a modification does not fit.
+    UnsupportedError
+        If `stream` is given, and no GPU can be used.
+
+    Notes
+    -----
+    As in `flash_attention_jvp`, operations of NumPy or CuPy compute chunks of query rows on the
+    device of the inputs, without a fused kernel: the memory grows with the lengths of the sequences
+    rather than with their product. A chunk takes up to one GiB, or two GiB if the inputs are
+    float64. All sums are float32, or float64 for float64 inputs. A GPU waits between chunks, so
+    that the call cannot be captured in a CUDA graph.
+
+    Masked pairs affect no result, whatever their keys, values and tangents hold. A query that
+    attends to a single key has scores without effect, so that its tangents of dq and its
+    contribution to those of dk are exactly 0 unless dlse or its tangent is given.
+
+    The derivatives of out and lse along the same direction, which are the gradients of the dot
+    product of direction and gradients with respect to dout and dlse, are the tangents that
+    `flash_attention_jvp` computes.
+
+    References
+    ----------
+    Pearlmutter, "Fast Exact Multiplication by the Hessian" (1994), differentiates gradients along
+    a direction, as this function does.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupy_flash import flash_attention_hvp
+    >>> q = k = np.ones((1, 2, 1, 4), np.float32)
+    >>> v = np.arange(8, dtype=np.float32).reshape(1, 2, 1, 4)
+    >>> v_tangent = np.zeros_like(v)
+    >>> v_tangent[0, 1] = 1
+    >>> dq, dk, dv = flash_attention_hvp(v, q, k, v, v_tangent=v_tangent)
+    >>> dk[0, 1, 0]
+    array([3.5, 3.5, 3.5, 3.5], dtype=float32)
+    """
+    return in_precision_of_inputs(
+        *(dout, q, k, v),
+        {"q": q_tangent, "k": k_tangent, "v": v_tangent, "dout": dout_tangent},
+        {"dlse": dlse, "dlse_tangent": dlse_tangent},
+        stream,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        q_offset=q_offset,
+        layout=layout,
+        modifications=modifications,
+    )

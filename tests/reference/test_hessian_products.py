@@ -1,0 +1,500 @@
+"""Tangents of gradients, compared with difference quotients and the error rule."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support.calls.modified_calls import ModifiedCall
+from support.comparisons import assert_all_close, assert_all_equal, peak_memory
+from support.foreign import Foreign
+from support.gradients.directions import (
+    STEP,
+    arrays_of_rows,
+    every_modification,
+    largest_product,
+    magnitudes,
+    random_arrays,
+    size_of,
+    tangents_of,
+)
+from support.gradients.gradient_calls import (
+    GradientCall,
+    random_gradient_call,
+    smooth_gradient_call,
+)
+
+import cupy_flash
+from cupy_flash import (
+    attention_backward_reference,
+    attention_hvp_reference,
+    attention_reference,
+    attention_weights,
+    flash_attention_hvp,
+    flash_attention_jvp,
+)
+from cupy_flash.reference import rows
+from cupy_flash.reference.dense import error_bound, max_error
+
+KINDS = ("dense", "padded")
+FUNCTIONS = pytest.mark.parametrize("function", [attention_hvp_reference, flash_attention_hvp])
+WRT = ("q", "k", "v")
+# Order of the arguments of both functions, without dlse and its tangent.
+NAMES = ("dout", *WRT)
+
+
+class Direction:
+    """A call's arrays with dout and dlse, and their tangents, by the names of arguments."""
+
+    def __init__(self, call: GradientCall, rng: np.random.Generator) -> None:
+        inputs, self.options = call.forward.given(np)
+        self.arrays = dict(zip(WRT, inputs, strict=True)) | {"dout": call.dout}
+        # A part of the calls has no gradient of the log-sum-exp.
+        if call.dlse is not None:
+            self.arrays["dlse"] = call.dlse
+        moving = tangents_of(self.arrays.values(), rng)
+        self.tangents = dict(zip(self.arrays, moving, strict=True))
+
+    def find(self, function: Callable[..., Any]) -> list[np.ndarray]:
+        """Return the tangents of the gradients."""
+        given = self.arrays | {f"{name}_tangent": x for name, x in self.tangents.items()}
+        return list(function(**given, **self.options))
+
+    def gradients(self, step: float) -> tuple[np.ndarray, ...]:
+        """Return the gradients at arrays that are moved by a step."""
+        moved = {name: x + step * self.tangents[name] for name, x in self.arrays.items()}
+        found: tuple[np.ndarray, ...] = attention_backward_reference(
+            **moved, wrt=WRT, **self.options
+        )
+        return found
+
+
+# ---- The definition
+
+
+def check_by_differences(
+    call: GradientCall, rng: np.random.Generator, function: Callable[..., Any]
+) -> None:
+    """Compare tangents of gradients with differences of the gradients of the reference."""
+    direction = Direction(call, rng)
+    found = direction.find(function)
+
+    def quotients(step: float) -> list[np.ndarray]:
+        both = zip(direction.gradients(step), direction.gradients(-step), strict=True)
+        return [(above - below) / (2 * step) for above, below in both]
+
+    sizes = [size_of(x) for x in direction.gradients(0)]
+    of_scores = largest_product([direction.arrays[n] for n in WRT], direction.options)
+    for wide, narrow, tangent, size, name in zip(
+        *(quotients(STEP), quotients(STEP / 2), found, sizes, WRT), strict=True
+    ):
+        # As in test_tangents.py, the error of the extrapolation is below 1% of its correction.
+        right = narrow + (narrow - wide) / 3
+        allowed = np.abs(narrow - wide).max(initial=0) / 100
+        allowed += 50 * 2.0**-52 * size * max(of_scores, 1) / STEP
+        error = np.abs(tangent - right).max(initial=0)
+        assert error <= allowed, f"tangent of d{name} off by {error:.3g} > {allowed:.3g}: {call}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("number", range(30))
+def test_tangents_of_gradients_are_what_differences_say(kind: str, number: int, rng: Any) -> None:
+    check_by_differences(smooth_gradient_call(rng, kind), rng, attention_hvp_reference)
+
+
+def modified_call(rng: np.random.Generator) -> GradientCall:
+    """Return a call with most modifications at once."""
+    q, k, v = arrays_of_rows(rng)
+    options = every_modification(rng)
+    call = ModifiedCall("dense", "float64", {"q": q, "k": k, "v": v}, options)
+    return GradientCall(call, rng.standard_normal(q.shape), rng.standard_normal((2, 4, 7)))
+
+
+@pytest.mark.parametrize("i", range(3))
+def test_differences_tell_tangents_apart_that_are_almost_right(i: int, rng: Any) -> None:
+    def find(**given: Any) -> list[np.ndarray]:
+        results = list(attention_hvp_reference(**given))
+        results[i].flat[np.abs(results[i]).argmax()] *= 1 + 1e-4
+        return results
+
+    call = modified_call(rng)
+    with pytest.raises(AssertionError, match=r"tangent of d[qkv] off by"):
+        check_by_differences(call, rng, find)
+
+
+def test_every_modification_is_part_of_the_definition(rng: Any) -> None:
+    """The random calls above may lack one; this call has most of them at once."""
+    call = modified_call(rng)
+    check_by_differences(call, rng, attention_hvp_reference)
+    direction = Direction(call, rng)
+    found, options = direction.find(attention_hvp_reference), dict(direction.options)
+    for name in options.keys() - {"dropout_seed"}:
+        direction.options = {n: x for n, x in options.items() if n != name}
+        for one, other in zip(direction.find(attention_hvp_reference), found, strict=True):
+            assert np.abs(one - other).max() > 1e-3, name
+    direction.options = options
+    for name in ("dlse", "dout"):
+        tangent = direction.tangents.pop(name)
+        others = direction.find(attention_hvp_reference)
+        assert any(np.abs(x - y).max() > 1e-3 for x, y in zip(others, found, strict=True)), name
+        direction.tangents[name] = tangent
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("number", range(30))
+def test_the_hessian_is_symmetric(kind: str, number: int, rng: Any) -> None:
+    """This holds for functions with kinks, too, whose differences say nothing."""
+    call = random_gradient_call(rng, "float64", kind, head_dims=(1, 5, 24), longest=(30, 60))
+    one, other = Direction(call, rng), Direction(call, rng)
+    terms = []
+    for first, second in ((one, other), (other, one)):
+        for name in ("dout", "dlse"):
+            first.tangents.pop(name, None)
+        found = first.find(attention_hvp_reference)
+        # The results of padding are 0, and its tangents NaN.
+        products = [
+            np.where(x == 0, 0, x * second.tangents[name]).ravel()
+            for name, x in zip(WRT, found, strict=True)
+        ]
+        terms.append(np.concatenate(products))
+    left, right = terms
+    size = np.abs(left).sum() + np.abs(right).sum()
+    assert np.isfinite(size)
+    of_scores = largest_product([one.arrays[n] for n in WRT], one.options)
+    assert abs(left.sum() - right.sum()) <= 1e-12 * max(of_scores, 1) * max(size, 1), str(call)
+
+
+def test_directions_of_dout_are_gradients(rng: Any) -> None:
+    q, k, v, *tangents = random_arrays(rng)
+    dout = rng.standard_normal((2, 11, 4, 5))
+    options: dict[str, Any] = {"causal": True, "softcap": 2.0}
+    for function in (attention_hvp_reference, flash_attention_hvp):
+        found = function(
+            *(np.full_like(dout, 7), q, k, v),
+            dout_tangent=dout,
+            dlse_tangent=dout[..., 0].swapaxes(1, 2),
+            **options,
+        )
+        expected = attention_backward_reference(
+            *(dout, q, k, v), dlse=dout[..., 0].swapaxes(1, 2), **options
+        )
+        assert_all_close(found, expected, rtol=0, atol=1e-13)
+    # The gradients with respect to dout and dlse of a dot product with gradients are tangents.
+    out_tangent, lse_tangent = flash_attention_jvp(q, k, v, *tangents, **options, return_lse=True)[
+        1::2
+    ]
+    moved, of_lse = rng.standard_normal(dout.shape), rng.standard_normal(lse_tangent.shape)
+    gradients = attention_hvp_reference(
+        *(dout, q, k, v), dout_tangent=moved, dlse_tangent=of_lse, **options
+    )
+    left = sum((x * y).sum() for x, y in zip(gradients, tangents, strict=True))
+    right = (out_tangent * moved).sum() + (lse_tangent * of_lse).sum()
+    np.testing.assert_allclose(left, right, rtol=1e-11)
+
+
+# ---- Precision
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("number", range(10))
+def test_results_obey_the_error_rule(dtype: str, number: int, rng: Any) -> None:
+    call = random_gradient_call(rng, dtype, "dense", head_dims=(5, 24, 64), longest=(60, 90))
+    direction = Direction(call, rng)
+    results, exact = direction.find(flash_attention_hvp), direction.find(attention_hvp_reference)
+    compute = np.dtype(np.float64 if dtype == "float64" else np.float32)
+    inputs = [direction.arrays[name] for name in WRT]
+    assert [x.dtype for x in results] == [x.dtype for x in inputs]
+    # With sinks, the scores of keys may be larger than the log-sum-exp.
+    options = direction.options
+    _, lse = attention_reference(*inputs, **options | {"sinks": None}, return_lse=True)
+    ulps = 4 * largest_product(inputs, options) * float(np.finfo(compute).eps)
+    sizes = sizes_of_results(direction)
+    for found, right, size in zip(results, exact, sizes, strict=True):
+        # The bound is that of tangents, see test_tangents.py.
+        bound = error_bound(right, right, found.dtype)
+        bound += error_bound(size, size, compute, lse=lse) + ulps * size.max(initial=0)
+        error = max_error(found, right)
+        assert error <= bound, f"off by {error:.3g}, allowed {bound:.3g}: {call}"
+        if dtype in ("float32", "float64") and size.max(initial=0) > 1e-6:
+            # The bound would find the roundings of a coarser dtype.
+            assert bound <= 1000 * float(np.finfo(compute).eps) * size.max()
+
+
+def sizes_of_results(direction: Direction) -> list[np.ndarray]:
+    """Return the sums of magnitudes of all terms of the results, with the layout of the inputs."""
+    options, heads = direction.options, None
+
+    def wide(name: str) -> np.ndarray:
+        return magnitudes(direction.arrays[name], options, None if name in ("q", "dout") else heads)
+
+    def moving(name: str) -> np.ndarray:
+        given = direction.tangents[name]
+        return magnitudes(given, options, None if name in ("q", "dout") else heads)
+
+    heads = magnitudes(direction.arrays["q"], options).shape[1]
+    q, k, v, dout = (wide(name) for name in (*WRT, "dout"))
+    q_t, k_t, v_t, dout_t = (moving(name) for name in (*WRT, "dout"))
+    dlse, dlse_t = (
+        np.abs(x["dlse"])[..., None] if "dlse" in x else 0.0
+        for x in (direction.arrays, direction.tangents)
+    )
+    scale = options.get("softmax_scale")
+    scale = q.shape[-1] ** -0.5 if scale is None else abs(scale)
+    # The functions of the gallery have slopes of at most 1.5, and the softcap with the least cap
+    # has second derivatives below 1.
+    slope, curvature = 1.5, 1.0
+    k_columns, v_columns, vt_columns = (x.swapaxes(2, 3) for x in (k, v, v_t))
+    x_t = scale * (q_t @ k_columns + q @ k_t.swapaxes(2, 3))
+    exact = [direction.arrays[name].astype(np.float64) for name in ("q", "k")]
+    kept = attention_weights(*exact, **options)
+    weights = attention_weights(*exact, **options | {"dropout_p": 0})
+    factor = 1 / (1 - options.get("dropout_p", 0))
+
+    def mean(x: np.ndarray) -> np.ndarray:
+        return x.sum(axis=-1, keepdims=True)
+
+    p_t = weights * (slope * x_t + mean(weights * slope * x_t))
+    dp, dp_t = factor * (dout @ v_columns), factor * (dout_t @ v_columns + dout @ vt_columns)
+    d = mean(weights * dp) + dlse
+    d_t = mean(p_t * dp + weights * dp_t) + dlse_t
+    dt = weights * (dp + d)
+    dt_t = p_t * (dp + d) + weights * (dp_t + d_t)
+    dx, dx_t = slope * dt, slope * dt_t + curvature * dt * x_t
+    columns, columns_t, kept_t = dx.swapaxes(2, 3), dx_t.swapaxes(2, 3), factor * p_t
+    dq = scale * (dx_t @ k + dx @ k_t)
+    dk = scale * (columns_t @ q + columns @ q_t)
+    dv = kept_t.swapaxes(2, 3) @ dout + kept.swapaxes(2, 3) @ dout_t
+    found = [dq, grouped(dk, direction), grouped(dv, direction)]
+    return found if options.get("layout") == "bhsd" else [x.swapaxes(1, 2) for x in found]
+
+
+def grouped(x: np.ndarray, direction: Direction) -> np.ndarray:
+    """Return the sums of (batch, heads_q, seqlen, dim) over the query heads of each KV head."""
+    batch, heads_q, *rest = x.shape
+    heads_kv = magnitudes(direction.arrays["k"], direction.options).shape[1]
+    return x.reshape(batch, heads_kv, heads_q // max(heads_kv, 1), *rest).sum(axis=2)
+
+
+# ---- Edge cases
+
+
+def arguments(
+    rng: np.random.Generator, seqlens: tuple[int, int] = (11, 23), dtype: Any = np.float64
+) -> list[np.ndarray]:
+    """Return dout, q, k, v, and the tangents of q, k, v and dout."""
+    q, k, v, *tangents = random_arrays(rng, seqlens, dtype)
+    dout, dout_tangent = (
+        rng.standard_normal((*q.shape[:-1], v.shape[-1])).astype(dtype) for _ in range(2)
+    )
+    return [dout, q, k, v, *tangents, dout_tangent]
+
+
+# Positions of the arrays of queries and of keys among these arguments.
+OF_QUERIES, OF_KEYS = (0, 1, 4, 7), (2, 3, 5, 6)
+
+
+@FUNCTIONS
+def test_what_is_hidden_leaves_no_trace(function: Any, rng: Any) -> None:
+    arrays = arguments(rng)
+    # The first rows attend to no key, and no row attends to key 7. Key 9 is hidden from some rows.
+    mask = rng.random((11, 23)) < 0.7
+    mask[:3] = mask[:, 7] = mask[5:, 9] = False
+    mask[4, 9] = True
+    bias = rng.standard_normal((2, 4, 11, 23))
+    dlse, dlse_tangent = rng.standard_normal((2, 2, 4, 11))
+    options = {"mask": mask, "dlse": dlse, "dlse_tangent": dlse_tangent, "softcap": 3.0}
+    expected = function(*arrays, bias=bias, **options)
+    for i in OF_QUERIES:
+        arrays[i][:, :3] = rng.choice([np.nan, np.inf])
+    for i in OF_KEYS:
+        arrays[i][:, 7] = rng.choice([np.nan, -np.inf])
+    dlse[..., :3] = dlse_tangent[..., :3] = np.nan
+    bias[..., ~mask] = np.nan
+    assert_all_equal(function(*arrays, bias=bias, **options), expected)
+    dq, dk, dv = expected
+    assert all(np.isfinite(x).all() for x in expected)
+    assert not any(x.any() for x in (dq[:, :3], dk[:, 7], dv[:, 7]))
+    # NaN in each array of key 9 reaches the rows that attend to it, and no other.
+    for i in OF_KEYS:
+        poisoned = [x.copy() for x in arrays]
+        poisoned[i][:, 9] = np.nan
+        found, *_ = function(*poisoned, bias=bias, **options)
+        assert np.isnan(found[:, 4]).all()
+        np.testing.assert_array_equal(found[:, 5:], dq[:, 5:])
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_a_row_with_one_key_has_only_a_gradient_of_its_value(
+    function: Any, dtype: Any, rng: Any
+) -> None:
+    arrays = arguments(rng, (5, 5), dtype)
+    dq, dk, dv = function(*arrays, window_size=(0, 0), softcap=5.0)
+    assert not dq.any()
+    assert not dk.any()
+    exact = arrays[7].astype(np.float64).reshape(2, 5, 2, 2, 5).sum(axis=3)
+    assert max_error(dv, exact) <= float(ml_dtypes.finfo(dtype).eps) * np.abs(exact).max()
+
+
+@FUNCTIONS
+def test_rows_without_keys_have_zeros_whatever_their_sink_is(function: Any, rng: Any) -> None:
+    arrays = arguments(rng, (5, 3))
+    dlse = rng.standard_normal((2, 4, 5))
+    sinks = np.array([0.5, -2, -np.inf, 3])
+    # The offset is -2, so that two rows attend to no key.
+    dq, dk, dv = function(*arrays, dlse=dlse, dlse_tangent=dlse, causal=True, sinks=sinks)
+    assert not dq[:, :2].any()
+    assert all(x.all() for x in (dq[:, 2:], dk, dv))
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("given", range(16))
+def test_missing_tangents_are_zeros(function: Any, given: int, rng: Any) -> None:
+    arrays = arguments(rng)
+    tangents = [x if given >> i & 1 else None for i, x in enumerate(arrays[4:])]
+    like = [*arrays[1:4], arrays[0]]
+    zeros = [np.zeros_like(x) if y is None else y for x, y in zip(like, tangents, strict=True)]
+    found = function(*arrays[:4], *tangents, causal=True, softcap=2.0)
+    expected = function(*arrays[:4], *zeros, causal=True, softcap=2.0)
+    assert_all_close(found, expected, rtol=0, atol=1e-14)
+    # Values are linear in the output, so that dv changes with everything else.
+    assert [x.any() for x in found] == [given > 0, given > 0, given & 11 > 0]
+
+
+@FUNCTIONS
+def test_the_results_have_the_layout_and_the_batch_axes_of_the_inputs(
+    function: Any, rng: Any
+) -> None:
+    arrays = arguments(rng)
+    dlse, dlse_tangent = rng.standard_normal((2, 2, 4, 11))
+    of_lse = {"dlse": dlse, "dlse_tangent": dlse_tangent}
+    expected = function(*arrays, causal=True, **of_lse)
+    swapped = [x.swapaxes(1, 2) for x in arrays]
+    found = function(*swapped, layout="bhsd", causal=True, **of_lse)
+    assert_all_close([x.swapaxes(1, 2) for x in found], expected, rtol=0, atol=1e-13)
+    for batch in ((1, 2), (2, 1, 1), ()):
+        # Without a batch axis, the sequence is the second one.
+        of_batch = [
+            x.reshape(*batch, *x.shape[1:]) if batch else x[1] for x in (*arrays, *expected)
+        ]
+        of_rows = {n: x.reshape(*batch, *x.shape[1:]) if batch else x[1] for n, x in of_lse.items()}
+        found = function(*of_batch[:8], causal=True, **of_rows)
+        assert_all_close(found, of_batch[8:], rtol=0, atol=1e-13)
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("empty", ["batch", "queries", "keys", "columns", "columns of values"])
+def test_empty_arrays(function: Any, empty: str, rng: Any) -> None:
+    arrays = arguments(rng)
+    for i, x in enumerate(arrays):
+        if empty == "batch":
+            x = x[:0]
+        elif empty in ("queries", "keys"):
+            x = x[:, :0] if (i in OF_QUERIES) == (empty == "queries") else x
+        elif (i in (0, 3, 6, 7)) == (empty == "columns of values"):
+            x = x[..., :0]
+        arrays[i] = x
+    found = function(*arrays)
+    assert [x.shape for x in found] == [x.shape for x in arrays[1:4]]
+    if empty != "columns":
+        assert not any(x.any() for x in found)
+
+
+def test_chunks_do_not_change_results(rng: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = arguments(rng)
+    whole = flash_attention_hvp(*arrays, causal=True, softcap=2.0)
+    monkeypatch.setattr(rows, "CHUNK_BYTES", 3 * 8 * 23)
+    found = flash_attention_hvp(*arrays, causal=True, softcap=2.0)
+    assert_all_close(found, whole, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+def test_memory_does_not_grow_with_the_number_of_pairs(
+    dtype: Any, rng: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk = 1 << 18
+    monkeypatch.setattr(rows, "CHUNK_BYTES", chunk)
+    arrays = [rng.standard_normal((1, 2048, 1, 8)).astype(dtype) for _ in range(8)]
+    # All scores in float32 take 16 MiB. A chunk of 128 MiB of float64 scores takes 2 GiB in all.
+    limit = 16 * chunk if dtype is np.float64 else 8 * chunk
+    results = 8 * arrays[0].size * 8
+    assert (
+        peak_memory(lambda: flash_attention_hvp(*arrays, causal=True, softcap=2.0))
+        < limit + results
+    )
+
+
+def test_results_are_arrays_of_the_library_of_q(rng: Any) -> None:
+    arrays = arguments(rng, dtype=np.float32)
+    for function in (attention_hvp_reference, flash_attention_hvp):
+        found = function(*map(Foreign, arrays))
+        assert all(isinstance(x, Foreign) for x in found)
+        assert_all_equal((x.array for x in found), function(*arrays))
+
+
+def test_the_reference_takes_mixed_dtypes(rng: Any) -> None:
+    dtypes = [np.float64, np.float16, np.float32, ml_dtypes.float8_e4m3fn] + [np.float32] * 4
+    arrays = [x.astype(dtype) for x, dtype in zip(arguments(rng), dtypes, strict=True)]
+    found = attention_hvp_reference(*arrays)
+    expected = attention_hvp_reference(*(x.astype(np.float64) for x in arrays))
+    assert [x.dtype for x in found] == [np.float64] * 3
+    assert_all_equal(found, expected)
+
+
+@FUNCTIONS
+def test_wrong_arguments(function: Any, rng: Any) -> None:
+    arrays = arguments(rng)
+    given = dict(zip(NAMES, arrays[:4], strict=True))
+    tangents = dict(zip((*WRT, "dout"), arrays[4:], strict=True))
+    for name, tangent in tangents.items():
+        with pytest.raises(ValueError, match=f"{name}_tangent has shape .*; expected .*{name}$"):
+            function(**given, **{f"{name}_tangent": tangent[:, :-1]})
+        with pytest.raises(TypeError, match=f"^{name}_tangent is a list; expected a NumPy"):
+            function(**given, **{f"{name}_tangent": tangent.tolist()})
+    for name in ("dlse", "dlse_tangent"):
+        with pytest.raises(
+            ValueError, match=rf"{name} has shape .*; expected \(2, 4, 11\), as lse"
+        ):
+            function(**given, **{name: np.ones((2, 11, 4))})
+    with pytest.raises(
+        ValueError, match=r"dout has shape .*; expected \(2, 11, 4, 5\), as the out"
+    ):
+        function(**given | {"dout": arrays[0][:, :-1]})
+    with pytest.raises(
+        ValueError, match=r"dout has shape .*; expected \(11, 4, 5\), as the output"
+    ):
+        function(*(x if i == 0 else x[0] for i, x in enumerate(arrays[:4])))
+    with pytest.raises(ValueError, match="must agree in batch"):
+        function(**given | {"k": arrays[2][..., :-1]})
+    with pytest.raises(ValueError, match="layout must be 'bshd' or 'bhsd'"):
+        function(*arrays, layout="sbhd")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'is_causal'; pass causal"):
+        function(*arrays, is_causal=True)
+
+
+def test_wrong_dtypes(rng: Any) -> None:
+    arrays = arguments(rng, dtype=np.float32)
+    names = (*NAMES, "q_tangent", "k_tangent", "v_tangent", "dout_tangent")
+    for i, name in enumerate(names):
+        for dtype in (np.float16, np.int32, ml_dtypes.float8_e4m3fn):
+            given = [x.astype(dtype) if j == i else x for j, x in enumerate(arrays)]
+            message = f"{name} has dtype {np.dtype(dtype)}; expected "
+            if name in WRT and dtype is np.float16:
+                message = "q, k and v must have one dtype, but are .*float16"
+            elif name not in NAMES or (name == "dout" and dtype is np.float16):
+                message += "float32, as q has$"
+            with pytest.raises(TypeError, match=message):
+                flash_attention_hvp(*given)
+    for name in ("dlse", "dlse_tangent"):
+        with pytest.raises(TypeError, match=f"{name} has dtype int64; expected"):
+            flash_attention_hvp(*arrays, **{name: np.ones((2, 4, 11), np.int64)})
+
+
+def test_both_functions_have_the_same_arguments() -> None:
+    names = ("attention_hvp_reference", "flash_attention_hvp")
+    one, other = (inspect.signature(getattr(cupy_flash, name)) for name in names)
+    assert one == other

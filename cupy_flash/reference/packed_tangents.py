@@ -143,13 +143,14 @@ def _packed_call(
         for rows, keys, sequence in packed_sequences(
             *(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), seqused_k=seqused_k
         ):
-            spans = {"q": rows, "k": keys, "v": keys}
             moved = {
-                name: None if x is None else _of_sequence(x, spans[name])
+                name: None if x is None else _of_sequence(x, rows if name == "q" else keys)
                 for name, x in moving.items()
             }
             results = tangent_formula(
-                *(_of_sequence(x, span) for x, span in zip((q, k, v), spans.values(), strict=True)),
+                _of_sequence(q, rows),
+                _of_sequence(k, keys),
+                _of_sequence(v, keys),
                 Tangents(**moved),
                 compute=compute,
                 causal=causal,

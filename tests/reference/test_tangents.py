@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support.calls.modified_calls import ModifiedCall
+from support.calls.modified_calls import DTYPES, ModifiedCall
 from support.comparisons import assert_all_close, assert_all_equal, peak_memory
 from support.foreign import Foreign
 from support.gradients.directions import (
@@ -26,14 +26,17 @@ from support.gradients.gradient_calls import (
     random_gradient_call,
     smooth_gradient_call,
 )
-from support.gradients.tangent_rule import tangent_sizes
+from support.gradients.tangent_rule import check_packed_tangents, packed_call, tangent_sizes
 
 import cupy_flash
 from cupy_flash import (
     attention_backward_reference,
     attention_jvp_reference,
     attention_reference,
+    attention_varlen_jvp_reference,
+    attention_varlen_reference,
     flash_attention_jvp,
+    flash_attention_varlen_jvp,
 )
 from cupy_flash.reference import rows
 from cupy_flash.reference.dense import error_bound, max_error
@@ -47,19 +50,24 @@ FUNCTIONS = pytest.mark.parametrize("function", [attention_jvp_reference, flash_
 
 def check_by_differences(call: GradientCall, rng: np.random.Generator, find: Callable) -> None:
     """Compare out, lse and their tangents with the forward reference and its differences."""
-    inputs, options = call.forward.given(np)
+    given, options = call.forward.given(np)
+    inputs, lengths = given[:3], given[3:]
     direction = tangents_of(inputs, rng)
-    options["return_lse"] = True
-    out, out_tangent, lse, lse_tangent = find(*inputs, *direction, **options)
-    expected = attention_reference(*inputs, **options)
+    results = find(*inputs, *lengths, *direction, **options, return_lse=True)
+    out, out_tangent, lse, lse_tangent = results
+
+    def forward(*inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if lengths:
+            return attention_varlen_reference(*inputs, *lengths, **options)
+        return attention_reference(*inputs, **options, return_lse=True)
+
+    expected = forward(*inputs)
     scores, values = size_of(expected[1]), size_of(inputs[2])
     assert_all_close((out, lse), expected, rtol=0, atol=1e-14 * scores * values)
 
     def quotients(step: float) -> list[np.ndarray]:
         above, below = (
-            attention_reference(
-                *(x + sign * step * t for x, t in zip(inputs, direction, strict=True)), **options
-            )
+            forward(*(x + sign * step * t for x, t in zip(inputs, direction, strict=True)))
             for sign in (1, -1)
         )
         # The log-sum-exp of a row without keys is -inf at both ends.
@@ -80,10 +88,25 @@ def check_by_differences(call: GradientCall, rng: np.random.Generator, find: Cal
         assert error <= allowed, f"tangent of {name} off by {error:.3g} > {allowed:.3g}: {call}"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "varlen"])
 @pytest.mark.parametrize("number", range(30))
 def test_tangents_are_what_differences_say(kind: str, number: int, rng: Any) -> None:
-    check_by_differences(smooth_gradient_call(rng, kind), rng, attention_jvp_reference)
+    is_packed = kind == "varlen"
+    find = attention_varlen_jvp_reference if is_packed else attention_jvp_reference
+    check_by_differences(smooth_gradient_call(rng, kind), rng, find)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("number", range(3))
+def test_packed_sequences_obey_the_error_rule(dtype: str, number: int, rng: Any) -> None:
+    inputs, direction, lengths, options = packed_call(rng, DTYPES[dtype])
+    for function in (attention_varlen_jvp_reference, flash_attention_varlen_jvp):
+        results = function(*inputs, *lengths, *direction, **options, return_lse=True)
+        check_packed_tangents(results, inputs, direction, lengths, options)
+        for found, expected in zip(
+            function(*inputs, *lengths, *direction, **options), results[:2], strict=True
+        ):
+            np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("i", [1, 3])

@@ -94,8 +94,9 @@ def kernels(record: Record) -> set[tuple[str, str, str]]:
     }
     # The scripts in benchmarks/ store digests under these keys.
     named |= {(name, "forward", head.get(f"{name}_digest")) for name in FORWARD}
-    backward = FAMILIES["backward"]
-    named |= {(name, "backward", head.get(f"{name}_backward_digest")) for name in backward}
+    for direction in ("backward", "tangent"):
+        families = FAMILIES[direction]
+        named |= {(name, direction, head.get(f"{name}_{direction}_digest")) for name in families}
     return {(name, direction, digest) for name, direction, digest in named if name and digest}
 
 

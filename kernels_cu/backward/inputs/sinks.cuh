@@ -56,10 +56,10 @@ struct SinkGradients {
   __device__ static T term(const GradientParams& p, int64 index, T sink) {
     const T lse = static_cast<const T*>(p.lse)[index];
     if (lse == -Math::infinity()) return 0;
-    T delta = row_stats<Config>(p)[index].delta;
+    T result = Math::exp2((sink - lse) * Math::log2_e) * row_stats<Config>(p)[index].delta;
     // The stored delta is divided by the factor of the weights that dropout keeps.
-    if constexpr (Config::dropout) delta *= kept_weight<Config, T>(p);
-    return Math::exp2((sink - lse) * Math::log2_e) * delta;
+    if constexpr (Config::dropout) result *= kept_weight<Config, T>(p);
+    return result;
   }
 };
 

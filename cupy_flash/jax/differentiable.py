@@ -12,7 +12,7 @@ from cupy_flash.arrays.kinds import elements, host_array_on_gpu, unshared
 from cupy_flash.differentiable import WITH_GRADIENT, DifferentiableCall, with_plain_dropout
 from cupy_flash.gpu.environment import cupy_module
 from cupy_flash.jax import traced
-from cupy_flash.jax.linear import Linear, is_zero, linear
+from cupy_flash.jax.linear import Linear, differentiable, linear
 from cupy_flash.jax.static_call import (
     StaticCall,
     function_tokens,
@@ -70,7 +70,7 @@ class _Differentiated:
         self._names = (*call.names, *constants)
         # Words of a seed are an operand of a traced call only.
         self._may_compute = DROPOUT_SEED not in constants
-        self.function = _with_tangents(self._run, self._tangents)
+        self.function = differentiable(self._run, self._tangents)
 
     def _run(self, *arrays: Any) -> tuple[Any, Any]:
         """Return out and lse."""
@@ -97,9 +97,7 @@ class _Differentiated:
         for name in tangents:
             require_gradient(name)
         arrays = dict(zip(self._names, map(unshared, primals), strict=True))
-        # Arrays with values are not differentiated again.
-        run = self._run if _have_values(arrays.values()) else self.function
-        results = run(*arrays.values())
+        results = self.function(*arrays.values())
         arrays |= zip(_RESULTS, results, strict=True)
         # Other arrays are constants of the operation, and those of NumPy stay what they are.
         operands = {name: x for name, x in arrays.items() if isinstance(x, jax.Array)}
@@ -177,10 +175,8 @@ class _Differentiated:
             made = linear(Linear(push, pull, _refuse_third), operands, tangents, wrt)
             return function(*primals), made
 
-        function = _with_tangents(run, rule)
-        # A call of `jax.custom_jvp` takes longer than the rest, and values have no tangents.
-        result = (run if _have_values(given.values()) else function)(*given.values())
-        return result
+        function = differentiable(run, rule)
+        return function(*given.values())
 
     def _gradients(
         self, arrays: dict[str, Any], wrt: tuple[str, ...], *, waits: bool
@@ -236,25 +232,6 @@ class _Differentiated:
                     f"{name} has no {what} in cupy_flash.jax; only q, k and v do, so pass "
                     f"jax.lax.stop_gradient({name})"
                 )
-
-
-def _with_tangents(
-    run: Callable[..., tuple[Any, ...]],
-    rule: Callable[[tuple[Any, ...], dict[int, Any]], tuple[Any, Any]],
-) -> Callable[..., tuple[Any, ...]]:
-    """Return `run` as a function with tangents.
-
-    `rule` returns results and their tangents, given the arguments, and the tangents of those that
-    are differentiated, by their positions.
-    """
-    function = jax.custom_jvp(run)
-
-    def all_tangents(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-        return rule(primals, {i: x for i, x in enumerate(tangents) if not is_zero(x)})
-
-    function.defjvp(all_tangents, symbolic_zeros=True)
-    result: Callable[..., tuple[Any, ...]] = function
-    return result
 
 
 def _with_gradients(arrays: Mapping[str, Any], dout: Any, dlse: Any) -> dict[str, Any]:

@@ -1,6 +1,10 @@
-"""Linear operations on tangents, whose functions JAX calls only when it needs their results.
+"""Operations with derivatives of their own, and linear operations on tangents.
 
-A rule of `jax.custom_jvp` returns tangents. Reverse mode does not compute them, but transposes the
+JAX drops the rules of `jax.custom_jvp` and `jax.custom_vjp` in parts of a loop that it
+differentiates in reverse mode, so that gradients of these parts cannot be differentiated again.
+Operations keep their rules.
+
+The rule of an operation returns tangents. Reverse mode does not compute them, but transposes the
 operation that would. `jax.custom_derivatives.linear_call` would trace both functions of every call.
 """
 
@@ -13,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+
+from cupy_flash.jax.versions import require_devices
 
 
 class Linear(NamedTuple):
@@ -153,6 +159,64 @@ def _at_front(array: Any, axis: int | None, size: int) -> Any:
     return jnp.moveaxis(array, axis, 0)
 
 
+# Function of the arguments, and of the tangents of those that are differentiated, by their
+# positions. It returns the results and their tangents.
+Rule = Callable[[tuple[Any, ...], dict[int, Any]], tuple[Sequence[Any], Sequence[Any]]]
+
+
+def differentiable(run: Callable[..., Sequence[Any]], rule: Rule) -> Callable[..., tuple[Any, ...]]:
+    """Return the function `run` of arrays with the derivatives that `rule` returns."""
+
+    def function(*arrays: Any) -> tuple[Any, ...]:
+        if any(isinstance(x, jax.core.Tracer) for x in arrays):
+            return tuple(_call.bind(*arrays, run=run, rule=rule))
+        # Values have no tangents.
+        return tuple(run(*arrays))
+
+    return function
+
+
+def _run(*arrays: Any, run: Callable[..., Sequence[Any]], rule: Rule) -> list[Any]:
+    return list(run(*arrays))
+
+
+def _kinds_of_run(*kinds: Any, run: Callable[..., Sequence[Any]], rule: Rule) -> list[Any]:
+    found: list[Any] = jax.make_jaxpr(lambda *arrays: list(run(*arrays)))(*kinds).out_avals
+    return found
+
+
+def _tangents_of_run(
+    arrays: Sequence[Any], tangents: Sequence[Any], *, run: Any, rule: Rule
+) -> tuple[Any, Any]:
+    return rule(tuple(arrays), {i: x for i, x in enumerate(tangents) if not is_zero(x)})
+
+
+def _mapped_run(
+    arrays: Sequence[Any], axes: Sequence[Any], *, run: Any, rule: Rule
+) -> tuple[Any, Any]:
+    first = tuple(None if axis is None else 0 for axis in axes)
+    given = (
+        x if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(arrays, axes, strict=True)
+    )
+
+    def mapped_rule(arrays: tuple[Any, ...], moving: dict[int, Any]) -> Any:
+        of_moving = {i: first[i] for i in moving}
+        return jax.vmap(rule, (first, of_moving))(arrays, moving)
+
+    results = _call.bind(*given, run=jax.vmap(run, first), rule=mapped_rule)
+    return results, [0] * len(results)
+
+
+_call = Primitive("cupy_flash_call")
+_call.multiple_results = True
+_call.def_impl(_run)
+_call.def_abstract_eval(_kinds_of_run)
+ad.primitive_jvps[_call] = _tangents_of_run
+batching.primitive_batchers[_call] = _mapped_run
+mlir.register_lowering(_call, mlir.lower_fun(_run, multiple_results=True))
+require_devices(_call)
+
 _linear = Primitive("cupy_flash_linear")
 _linear.multiple_results = True
 _linear.def_impl(_results)
@@ -161,3 +225,4 @@ ad.primitive_jvps[_linear] = _differentiated
 ad.primitive_transposes[_linear] = _transposed
 batching.primitive_batchers[_linear] = _mapped
 mlir.register_lowering(_linear, mlir.lower_fun(_results, multiple_results=True))
+require_devices(_linear)

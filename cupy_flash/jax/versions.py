@@ -48,3 +48,16 @@ def with_common_axes(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arrays, each varying over the axes over which any of them varies."""
     axes = varying_axes(arrays)
     return tuple(varying(array, axes) for array in arrays) if axes else arrays
+
+
+def require_devices(primitive: Any) -> None:
+    """Tell JAX that it has to know the devices when it compiles a primitive.
+
+    The rules of `custom_partitioning` need the devices, and JAX does not see that a primitive will
+    be compiled to such a call. JAX has no public function for this.
+    """
+    from jax._src import dispatch
+
+    primitives = getattr(dispatch, "prim_requires_devices_during_lowering", None)
+    if primitives is not None:
+        primitives.add(primitive)

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from cupy_flash.api.jvp import flash_attention_jvp, flash_attention_varlen_jvp
 from cupy_flash.arrays.kinds import is_number_or_list
 from cupy_flash.calls import dispatch, dispatch_backward
 from cupy_flash.calls.arguments import Arguments, GradientArguments
@@ -94,6 +95,28 @@ class DifferentiableCall(NamedTuple):
             score_mod = modifications["score_mod"].differentiable_in(captures)
             modifications = {**modifications, "score_mod": score_mod}
         return dispatch_backward.gradients(arguments, options, "auto", modifications)
+
+    def push_forward(
+        self, inputs: tuple[Any, ...], tangents: tuple[Any, Any, Any]
+    ) -> tuple[Any, ...]:
+        """Return the tangents of out and lse, given those of q, k and v (None for zeros)."""
+        q, k, v, *_ = inputs
+        if self.options.kind == "dense":
+            keywords = self.keywords(inputs)
+            return flash_attention_jvp(q, k, v, *tangents, return_lse=True, **keywords)[1::2]
+        options, (cu_seqlens_q, cu_seqlens_k, seqused_k) = self.options, self.lengths
+        assert options.max_seqlen_q is not None
+        assert options.max_seqlen_k is not None
+        longest = options.max_seqlen_q, options.max_seqlen_k
+        results = flash_attention_varlen_jvp(
+            *(q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, *tangents),
+            causal=options.causal,
+            softmax_scale=options.softmax_scale,
+            seqused_k=seqused_k,
+            return_lse=True,
+            **self._modifications(inputs),
+        )
+        return results[1::2]
 
     def keywords(self, inputs: tuple[Any, ...]) -> dict[str, Any]:
         """Return the keyword arguments of a dense call, with its modifications."""

@@ -190,7 +190,7 @@ IN_TRANSFORM = (
     "vmap"
 )
 NO_FORWARD_MODE = (
-    "has a tangent, and only q, k and v of dense calls of cupy_flash.torch outside of graphs have "
+    "has a tangent, and only q, k and v of calls of cupy_flash.torch outside of graphs have "
     "forward-mode derivatives; pass a detached tensor, or compute gradients in reverse mode"
 )
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
 
 from cupy_flash.api.hvp import flash_attention_hvp
-from cupy_flash.api.jvp import flash_attention_jvp
 from cupy_flash.arrays.kinds import is_number_or_list, seed_and_offset
 from cupy_flash.arrays.torch_arrays import (
     IN_TRANSFORM,
@@ -58,8 +57,7 @@ def attention(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: boo
     Raises
     ------
     NotImplementedError
-        Inside of torch.func.functionalize, and for a tangent of another input than q, k and v of a
-        dense call.
+        Inside of torch.func.functionalize, and for a tangent of another input than q, k and v.
     """
     if any(level.key() not in _SUPPORTED for level in get_interpreter_stack() or ()):
         raise NotImplementedError(f"{call.names[0]} {IN_TRANSFORM}")
@@ -213,7 +211,7 @@ class _Attention(_Transformable):
         for name, tangent in zip(names, of_tensors, strict=True):
             if tangent is None:
                 continue
-            if name not in ROWS or call.options.kind != "dense":
+            if name not in ROWS:
                 raise NotImplementedError(f"{name} {NO_FORWARD_MODE}")
             tensors[f"{name}_tangent"] = tangent
         return _Pushforward(call, tuple(tensors), ctx.versions).apply(tensors.values())
@@ -359,19 +357,14 @@ class _Backward(_Operation):
 
 
 class _Pushforward(_Operation):
-    """Tangents of out and lse of a dense call, whose tensors include tangents of q, k and v."""
+    """Tangents of out and lse of a call, whose tensors include tangents of q, k and v."""
 
     function = _TangentsOfResults
 
     def run(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         call, inputs = self.given(tensors)
-        results = flash_attention_jvp(
-            *inputs[: len(ROWS)],
-            *(tensors.get(name) for name in TANGENTS),
-            return_lse=True,
-            **call.keywords(inputs),
-        )
-        return results[1::2]
+        of_q, of_k, of_v = (tensors.get(name) for name in TANGENTS)
+        return call.push_forward(inputs, (of_q, of_k, of_v))
 
 
 class _Hessian(_Operation):

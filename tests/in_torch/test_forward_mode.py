@@ -8,9 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 from support.gradients.gradient_calls import OF_MOD, ROWS, random_gradient_call
+from support.gradients.tangent_rule import packed_call
 
 import cupy_flash
-from cupy_flash import ScoreMod, attention_jvp_reference, flash_attention_jvp
+from cupy_flash import (
+    ScoreMod,
+    attention_jvp_reference,
+    flash_attention_jvp,
+    flash_attention_varlen_jvp,
+)
 
 torch = pytest.importorskip("torch")
 ct = pytest.importorskip("cupy_flash.torch")
@@ -194,7 +200,7 @@ def test_a_tangent_of_a_modification_is_refused(name: str, has_q: bool, device: 
     def function(q: Any, option: Any) -> Any:
         return (ct.flash_attention(q, k, v, **{name: option}),)
 
-    message = f"{name} has a tangent, and only q, k and v of dense calls"
+    message = f"{name} has a tangent, and only q, k and v of calls"
     tangents = torch.randn_like(q) if has_q else None, torch.randn_like(option)
     with pytest.raises(NotImplementedError, match=message):
         by_dual_tensors(function, (q, option), tangents)
@@ -202,15 +208,29 @@ def test_a_tangent_of_a_modification_is_refused(name: str, has_q: bool, device: 
         jvp(lambda option: function(q, option), (option,), tangents[1:])
 
 
-def test_packed_calls_and_plain_functions_refuse_tangents(device: str) -> None:
-    x, ends = number(device, 5, 2, 4), torch.tensor([0, 2, 5], dtype=torch.int32, device=device)
-    message = "q has a tangent, and only q, k and v of dense calls"
-
-    def packed(x: Any) -> Any:
-        return (ct.flash_attention_varlen(x, x, x, ends, ends, 3, 3),)
-
-    for mode in (by_dual_tensors, jvp):
-        with pytest.raises(NotImplementedError, match=message):
-            mode(packed, (x,), (x,))
+def test_plain_functions_refuse_tangents(device: str) -> None:
+    x = number(device, 5, 2, 4)
+    message = "q has a tangent, and only q, k and v of calls"
     with pytest.raises(NotImplementedError, match=message):
         by_dual_tensors(lambda x: (cupy_flash.flash_attention(x, x, x),), (x,), (x,))
+
+
+@MODES
+def test_packed_calls_have_tangents(mode: Any, rng: Any, device: str) -> None:
+    inputs, tangents, lengths, options = packed_call(rng, np.float64)
+    inputs, tangents = (
+        tuple(torch.from_numpy(x).to(device) for x in arrays) for arrays in (inputs, tangents)
+    )
+    starts = [torch.from_numpy(x).to(device) for x in lengths[:2]]
+    if "sinks" in options:
+        options["sinks"] = torch.from_numpy(options["sinks"]).to(device)
+
+    def attend(*rows: Any) -> Any:
+        return ct.flash_attention_varlen(*rows, *starts, *lengths[2:], return_lse=True, **options)
+
+    results, found = mode(attend, inputs, tangents)
+    assert all(map(torch.equal, results, attend(*inputs)))
+    expected = flash_attention_varlen_jvp(
+        *(*inputs, *starts, *lengths[2:], *tangents), return_lse=True, **options
+    )
+    assert all(map(torch.equal, found, expected[1::2]))

@@ -135,7 +135,10 @@ def combine_time(problem: Problem, split: Split) -> float:
 
 
 def workspace(problem: Problem, split: Split) -> int:
-    """Return the size in bytes of all partial outputs and log-sum-exps; 0 without a split."""
+    """Return the size in bytes of all partial outputs, log-sum-exps and row statistics.
+
+    It is 0 without a split.
+    """
     if split.is_unsplit:
         return 0
     accumulator = 8 if problem.dtype == "float64" else 4
@@ -145,7 +148,7 @@ def workspace(problem: Problem, split: Split) -> int:
         rows = problem.heads_q * layout.total_q
     # If modifications change scores, each log-sum-exp is a pair (scheduler/split_kv.cuh).
     numbers = problem.head_dim_v + (2 if problem.score and problem.score.changes_scores else 1)
-    return split.parts * rows * numbers * accumulator
+    return split.parts * rows * (numbers + len(problem.statistics)) * accumulator
 
 
 def combine_launches(problem: Problem, split: Split) -> tuple[Launch, ...]:

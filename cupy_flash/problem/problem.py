@@ -42,6 +42,12 @@ HUGE_SCALE = 2.0**16
 # type of the scores.
 _LARGEST_SCALE = {"float32": 2.0**127, "float64": 2.0**1023}
 
+# Statistics of query rows that a forward call can return, each an array of the shape and dtype of
+# lse: the largest score of a row, and the entropy of its weights.
+STATISTICS = ("max_logits", "entropy")
+# Statistics of a row that attends to no key.
+EMPTY_ROW = {"max_logits": -math.inf, "entropy": 0.0}
+
 # Largest number of KV splits: more thread blocks than any GPU runs at once.
 MAX_SPLITS = 2**16 - 1
 
@@ -83,6 +89,8 @@ class Problem:
     gradient
         Gradients that a backward call computes, or None for a forward call. A backward problem has
         the tensors dout, dq, dk and dv as well.
+    statistics
+        Names of the row statistics that a forward call returns, in the order of `STATISTICS`.
     """
 
     dtype: str
@@ -103,6 +111,7 @@ class Problem:
     values_in_keys: bool = False
     shares_gpu: bool = False
     gradient: GradientSpec | None = None
+    statistics: tuple[str, ...] = ()
 
     @property
     def gradient_spec(self) -> GradientSpec:

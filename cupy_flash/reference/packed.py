@@ -59,8 +59,6 @@ class KVCacheResult(NamedTuple):
         Caches after the append, of the dtype of the given caches.
     k_scale, v_scale : arrays, or None
         Scales after the append: one per row and head if the append computes them.
-    max_logits, entropy : float64 arrays, shape (batch, heads_q, seqlen_q)
-        Row statistics, see `cupy_flash.flash_attention`. `entropy` is None if not requested.
     """
 
     out: Any
@@ -69,8 +67,6 @@ class KVCacheResult(NamedTuple):
     v_cache: Any
     k_scale: Any = None
     v_scale: Any = None
-    max_logits: Any = None
-    entropy: Any = None
 
 
 @opaque
@@ -253,10 +249,11 @@ def attention_with_kvcache_reference(
     compute_scales: bool = False,
     causal: bool = False,
     softmax_scale: float | None = None,
+    return_max_logits: bool = False,
     return_entropy: bool = False,
     stream: Any | None = None,
     **modifications: Unpack[CacheModifications],
-) -> KVCacheResult:
+) -> Any:
     """Compute attention to a KV cache after appending to it, in float64 by the plain formula.
 
     Parameters
@@ -297,8 +294,8 @@ def attention_with_kvcache_reference(
         ``seqlen_k`` is the length after the append.
     softmax_scale : float, optional
         Factor on the scores, by default ``1 / sqrt(head_dim)``.
-    return_entropy : bool
-        Whether to compute the entropies of the weights of each query row, too.
+    return_max_logits, return_entropy : bool
+        Whether to return the largest score of each query row, and the entropy of its weights, too.
     stream : stream, optional
         Stream to run on instead of the current one, see `cupy_flash.flash_attention`.
     **modifications
@@ -307,7 +304,9 @@ def attention_with_kvcache_reference(
     Returns
     -------
     KVCacheResult
-        Output, log-sum-exp, row statistics and new caches. The arguments are not written.
+        Output, log-sum-exp and new caches. The arguments are not written.
+    max_logits, entropy : float64 arrays, shape (batch, heads_q, seqlen_q)
+        Row statistics, see `cupy_flash.flash_attention`; each only if requested.
 
     Notes
     -----
@@ -393,8 +392,11 @@ def attention_with_kvcache_reference(
             )
             if entropy is not None:
                 entropy[b] = of_entropy
-        results = out, lse, k_cache, v_cache, k_scale, v_scale, max_logits, entropy
-        return KVCacheResult(*(None if x is None else convert(x) for x in results))
+        scales = (None if x is None else convert(x) for x in (k_scale, v_scale))
+        result = KVCacheResult(*map(convert, (out, lse, k_cache, v_cache)), *scales)
+        of_rows = FormulaResult(out, lse, max_logits, entropy)
+        statistics = of_rows.requested(False, return_max_logits, return_entropy)
+        return (result, *map(convert, statistics)) if statistics else result
 
 
 def _of_sequences(new: Any, cu_seqlens_k_new: Any) -> list[Any]:

@@ -46,6 +46,18 @@ __device__ inline int largest_bits_of_lane(const float (&scores)[Bc / 2], int ha
   return ::max(max[0], max[1]);
 }
 
+// Does the same for the scores and one more number, of which `bits` are the bits.
+template <int Bc>
+__device__ inline int largest_bits_of_lane(const float (&scores)[Bc / 2], int half, int bits) {
+#pragma unroll
+  for (int j = 0; j < Bc / 8; ++j) {
+    const int first = __float_as_int(scores[4 * j + 2 * half]);
+    const int second = __float_as_int(scores[4 * j + 2 * half + 1]);
+    bits = ::max(::max(first, second), bits);
+  }
+  return bits;
+}
+
 // Returns the bits of the largest score of this lane in a row, if all its scores are negative.
 // Otherwise, the result is the smallest score that is not negative.
 template <int Bc>
@@ -175,20 +187,45 @@ struct HopperSoftmax {
   // Includes the scores of a KV tile in the largest scores of this lane's rows. As the softmax
   // computes no maxima, this is the cost of Config::max_logits. The scores are compared as integers,
   // and again as floats only if the result may be wrong.
-  __device__ void include_scores(const Scores& scores) {
-    // Changed scores are exponents relative to the base. For bfloat16 they are negative, except for
-    // those that outgrow the base and bounded ones.
-    constexpr bool changed = Config::Mods::changes_scores;
-    constexpr bool are_negative = changed && !Config::bounded && Row::highest < 0;
+  __device__ void include_scores(Scores& scores) {
+    if constexpr (Config::Mods::changes_scores) {
+      include_exponents(scores);
+      return;
+    }
+    // Without the pin, the compiler keeps copies of some scores as integers.
+    ptx::pin(scores);
+    float largest[2];
+    int signs = 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int previous = __float_as_int(rows[half].largest);
+      const int bits = largest_bits_of_lane<Bc>(scores, half, previous);
+      largest[half] = __int_as_float(bits);
+      signs |= bits;
+    }
+    // A result is wrong if all scores of its row so far are negative.
+    if (signs < 0) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        largest[half] = fmaxf(rows[half].largest, largest_of_lane<Bc>(scores, half));
+      }
+    }
+    rows[0].largest = largest[0];
+    rows[1].largest = largest[1];
+  }
+
+  // Does the same for changed scores, which are exponents relative to the base. For bfloat16 they
+  // are negative, except for those that outgrow the base and bounded ones.
+  __device__ void include_exponents(const Scores& scores) {
+    constexpr bool are_negative = !Config::bounded && Row::highest < 0;
     float largest[2];
     bool may_be_wrong = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float zero = changed ? rows[half].base : 0;
       const int bits = are_negative ? largest_negative_bits_of_lane<Bc>(scores, half)
                                     : largest_bits_of_lane<Bc>(scores, half);
-      // If all scores are negative, the largest one does not matter to a row with a larger score.
-      may_be_wrong |= are_negative ? bits >= 0 : bits < 0 && rows[half].largest < zero;
+      // If all exponents are negative, they do not matter to a row with a score above the base.
+      may_be_wrong |= are_negative ? bits >= 0 : bits < 0 && rows[half].largest < rows[half].base;
       largest[half] = __int_as_float(bits);
     }
     if (may_be_wrong) {
@@ -197,7 +234,7 @@ struct HopperSoftmax {
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      rows[half].include_score(changed ? rows[half].base + largest[half] : largest[half]);
+      rows[half].include_score(rows[half].base + largest[half]);
     }
   }
 

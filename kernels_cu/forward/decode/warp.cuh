@@ -29,7 +29,8 @@ struct DecodeWarp : DecodeCta<Config> {
   static constexpr int row_tiles = Cta::row_tiles;
   static constexpr int columns = Cta::columns;
   static constexpr int stage_bytes = Cta::stage_bytes;
-  using Softmax = WarpSoftmax<typename Cta::ProductsOf::Probability, row_tiles, Bc, columns>;
+  using Softmax = WarpSoftmax<typename Cta::ProductsOf::Probability, row_tiles, Bc, columns,
+                              StatisticsOf<Config, float>>;
 
   using Cta::lane;
   using Cta::p;
@@ -195,6 +196,7 @@ struct DecodeWarp : DecodeCta<Config> {
 
   // Writes the partial result to shared memory, over the ring of this warp or of its column warps.
   __device__ void write_result() {
+    const float lowest = -SoftmaxMath<float>::infinity();
     softmax.add_lanes();
     float* result = Cta::shared_floats() + warp / ColumnWarps::size * (Cta::key_warp_bytes / 4);
     // Waits until all lanes, or all column warps, have finished reading their rings.
@@ -205,7 +207,7 @@ struct DecodeWarp : DecodeCta<Config> {
       for (int half = 0; half < 2; ++half) {
         const int row = row_of(i, half);
         if (row >= tile_rows()) continue;
-        const SoftmaxRow<float>& state = softmax.rows[i][half];
+        typename Softmax::Row& state = softmax.rows[i][half];
         float* record = result + row * Cta::record;
         float* target = record + warp % ColumnWarps::size * columns;
         const float base = state.base(scale_log2);
@@ -216,14 +218,15 @@ struct DecodeWarp : DecodeCta<Config> {
           for (int j = 0; j < columns / 8; ++j) out[i][j][2 * half] = out[i][j][2 * half + 1] = 0;
         }
         float* row_state = record + Cta::record_columns;
+        if constexpr (Config::max_logits) row_state[2] = has_weight ? state.largest : lowest;
         if constexpr (Config::quantized) {
           const auto output_scale = scales.output_scale(i, half);
-          row_state[0] =
-              has_weight ? base + output_scale.base_offset : -SoftmaxMath<float>::infinity();
+          state.shift_base(output_scale.base_offset, state.sum, output_scale.sum_factor);
+          row_state[0] = has_weight ? base + output_scale.base_offset : lowest;
           row_state[1] = has_weight ? state.sum * output_scale.sum_factor : 0;
           products.write_row(out, i, half, has_weight ? output_scale.factor : 0, target);
         } else {
-          row_state[0] = has_weight ? base : -SoftmaxMath<float>::infinity();
+          row_state[0] = has_weight ? base : lowest;
           row_state[1] = has_weight ? state.sum : 0;
 #pragma unroll
           for (int j = 0; j < columns / 8; ++j) {
@@ -231,6 +234,7 @@ struct DecodeWarp : DecodeCta<Config> {
                 {out[i][j][2 * half], out[i][j][2 * half + 1]}};
           }
         }
+        if constexpr (Config::entropy) row_state[3] = has_weight ? state.moment : 0;
       }
     }
   }

@@ -27,13 +27,13 @@ from cupy_flash.problem.gradient import ROWS
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 
 
-def attention(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Return out and lse of a call, differentiable by JAX.
+def attention(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return out, lse and row statistics of a call; out and lse are differentiable by JAX.
 
     Raises
     ------
     TypeError
-        If an argument other than q, k, v, bias and sinks is differentiated.
+        If an argument other than q, k, v, bias and sinks is differentiated, or a statistic is.
     """
     # The caller may overwrite NumPy and CuPy arrays before the gradients are computed.
     call = _with_arrays(call.with_functions_kept(), lambda _, array: unshared(array))
@@ -43,29 +43,35 @@ def attention(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, A
     # Words of a seed are an operand of a traced call only.
     may_compute = DROPOUT_SEED not in constants
 
-    def run(*arrays: Any) -> tuple[Any, Any]:
+    def run(*arrays: Any) -> tuple[Any, ...]:
         given = call.with_constants(dict(zip(constants, arrays[count:], strict=True)))
         if may_compute and _have_values(arrays):
-            results: tuple[Any, Any] = _computed(
+            results: tuple[Any, ...] = _computed(
                 given, arrays[:count], lambda call, placed: call.run(placed)
             )
             return results
         made = _traced(given, dict(zip(call.names, arrays, strict=False)), given.options)
-        return made["out"], made["lse"]
+        return results_of(made, given.options)
 
-    def forward(*primals: Any) -> tuple[Any, Any]:
+    def forward(*primals: Any) -> tuple[Any, ...]:
         wrt = tuple(name for name, x in zip(names, primals, strict=True) if x.perturbed)
         for name in wrt:
             require_gradient(name)
         arrays = tuple(unshared(x.value) for x in primals)
         results = run(*arrays)
         # The names are keys, because JAX keeps only arrays and the structure around them.
-        return results, (arrays, results, dict.fromkeys(wrt))
+        return results, (arrays, results[:2], dict.fromkeys(wrt))
 
-    def backward(saved: Any, gradients: tuple[Any, Any]) -> tuple[Any, ...]:
+    def backward(saved: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
         arrays, results, wrt = saved
         wrt = tuple(name for name in call.names if name in wrt)
-        dout, dlse = (None if _is_zero(x) else x for x in gradients)
+        dout, dlse, *others = (None if _is_zero(x) else x for x in gradients)
+        for name, gradient in zip(call.options.statistics, others, strict=True):
+            if gradient is not None:
+                raise TypeError(
+                    f"{name} is differentiated by JAX, but has no gradient; pass it through "
+                    "jax.lax.stop_gradient"
+                )
         # Whether this function makes one of the arrays, to which nobody else refers.
         makes_array = dout is None
         if dout is None:
@@ -93,8 +99,13 @@ def attention(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, A
     function = jax.custom_vjp(run)
     function.defvjp(forward, backward, symbolic_zeros=True)
     given = with_common_axes((*inputs, *constants.values()))
-    result: tuple[Any, Any] = function(*given)
+    result: tuple[Any, ...] = function(*given)
     return result
+
+
+def results_of(made: Mapping[str, Any], options: Any) -> tuple[Any, ...]:
+    """Return out, lse and row statistics of a traced call, given its results by name."""
+    return tuple(made[name] for name in ("out", "lse", *options.statistics))
 
 
 def without_gradient(static: StaticCall, operands: tuple[Any, ...], why: str) -> dict[str, Any]:

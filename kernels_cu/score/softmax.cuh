@@ -118,8 +118,8 @@ struct SoftmaxRow : Statistics {
     return rescale;
   }
 
-  // Returns the exponent of p of a score. With `Exact`, p of the largest score is exactly 1, so that
-  // the output of a row with one visible key is that key's value. This takes one more instruction.
+  // Returns the exponent of p of a score. With `Exact`, p of the largest score is exactly 1. The
+  // output of a row with one visible key is then that key's value. This takes one more instruction.
   template <bool Exact = false>
   static __device__ T exponent(T score, T scale_log2, T base) {
     if constexpr (Exact) return Math::multiply(score, scale_log2) - base;

@@ -9,8 +9,6 @@
 //   -sum_j w_j log2(w_j) = log2(sum / c) - moment / sum   with w_j = p_j / sum.
 #pragma once
 
-#include "ptx/base.cuh"
-
 template <class T>
 struct SoftmaxMath;
 
@@ -45,7 +43,7 @@ struct ExponentMoment<T, true> {
     moment = fma(p, fmax(exponent, least_exponent), moment);
   }
 
-  // Raises the base by `change`. `sum` is the row's sum before, which `factor` is about to multiply.
+  // Raises the base by `change`. `sum` is the row's sum before it is multiplied by `factor`.
   __device__ void shift_base(T change, T sum, T factor) {
     moment = factor * fma(-fmin(change, -least_exponent), sum, moment);
   }

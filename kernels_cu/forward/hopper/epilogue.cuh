@@ -37,10 +37,11 @@ struct HopperEpilogue {
   }
 
   // Computes the factors that output rows are multiplied by, and writes the log-sum-exp and the
-  // statistics. Returns whether any row of the warp is special; write_output() then handles such rows. A row is special
-  // if its factor is 0 or, with Config::detects_one_key_rows, if one lane holds its whole sum, so
-  // that the row may attend to one key only. In the latter case the factor in that lane is minus
-  // the sum, which normalize_one_key_rows() replaces. Most tiles have no special row.
+  // statistics. Returns whether any row of the warp is special; write_output() then handles such
+  // rows. A row is special if its factor is 0 or, with Config::detects_one_key_rows, if one lane
+  // holds its whole sum, so that the row may attend to one key only. In the latter case the factor
+  // in that lane is minus the sum, which normalize_one_key_rows() replaces. Most tiles have no
+  // special row.
   __device__ bool finish_softmax(const SoftmaxRow (&finished)[2], float (&normalizer)[2]) const {
     SoftmaxRow state[2] = {finished[0], finished[1]};
     bool may_be_one_key[2] = {}, is_special = false;

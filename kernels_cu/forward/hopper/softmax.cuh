@@ -184,9 +184,9 @@ struct HopperSoftmax {
     return must_change;
   }
 
-  // Includes the scores of a KV tile in the largest scores of this lane's rows. As the softmax
-  // computes no maxima, this is the cost of Config::max_logits. The scores are compared as integers,
-  // and again as floats only if the result may be wrong.
+  // Includes the scores of a KV tile in the largest scores of this lane's rows. The softmax computes
+  // no maxima, so this is the cost of Config::max_logits. The scores are compared as integers, and
+  // again as floats only if the result may be wrong.
   __device__ void include_scores(Scores& scores) {
     if constexpr (Config::Mods::changes_scores) {
       include_exponents(scores);

@@ -90,11 +90,8 @@ def flash_attention_varlen(
         `flash_attention_with_kvcache`.
     return_lse : bool
         Whether to return the log-sum-exp of the scaled scores of each query row, too.
-    return_max_logits : bool
-        Whether to return the largest score of each query row, too, as for the clipping of weights
-        by their logits (QK-clip) and for numerical monitoring.
-    return_entropy : bool
-        Whether to return the entropy of the weights of each query row, too.
+    return_max_logits, return_entropy : bool
+        Whether to return the largest score of each query row, and the entropy of its weights, too.
     out : array, optional
         Array that the result is written to; same array type, dtype and shape as the result. Its
         last axis is contiguous, and it does not overlap the inputs.
@@ -127,12 +124,11 @@ def flash_attention_varlen(
         Log-sum-exp, natural logarithm, only with return_lse. float32, for float64 inputs float64.
         It is -inf for rows that belong to no sequence, and for fully masked rows without a sink.
     max_logits : array, shape (heads_q, total_q)
-        Largest score of each row over the keys that it attends to, after all modifications, only
-        with return_max_logits. A sink does not count. Dtype of lse. It is -inf for fully masked
-        rows, and NaN where lse is NaN.
+        Largest score of a key of each row, after all modifications, only with return_max_logits.
+        Dtype of lse. It is -inf for a fully masked row, and NaN where lse is.
     entropy : array, shape (heads_q, total_q)
-        Entropy of each row's weights, -sum(w * log(w)) over the keys, only with return_entropy. A
-        sink takes part of the weight but adds no term. Dtype of lse. It is 0 for fully masked rows.
+        Entropy of each row's weights, -sum(w * log(w)) over the keys, only with return_entropy.
+        Dtype of lse. It is 0 for a fully masked row. See docs/guide/usage.md for sinks.
 
     Raises
     ------

@@ -31,7 +31,7 @@ def test_statistics_of_tiles_and_splits_are_those_of_the_formula(
         weights = np.exp(scores - base) / total if total else np.zeros(count)
         logs = np.where(weights > 0, np.log(np.where(weights > 0, weights, 1)), 0)
         expected.append((scores.max(), -(weights * logs).sum()))
-    program = HostProgram("row_statistics", tmp_path_factory)
+    program = HostProgram("softmax/row_statistics", tmp_path_factory)
     found = [tuple(map(float, line.split())) for line in program.output(lines).splitlines()]
     # exp of 1e9 / log(2) has no more digits in double.
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)

@@ -167,7 +167,7 @@ struct DecodeMerge {
       if constexpr (Config::sinks) {
         apply_sink<Config>(cta.p, cta.score_row(row).head, lse);
       }
-      write_log_sum_exp(row, lse);
+      write_number([&] { return cta.p.lse; }, row, lse);
     }
     if constexpr (has_statistics<Config>) {
       if (column == 0) write_row_statistics(row, base, sum, statistics);
@@ -220,14 +220,17 @@ struct DecodeMerge {
       float lse = log_sum_exp(base, sum);
       summary.scale_weights(apply_sink<Config>(cta.p, cta.score_row(row).head, lse));
     }
-    write_statistics<Config>(cta.p, lse_index(row), summary);
+    const auto& p = cta.p;
+    if constexpr (Config::max_logits) {
+      write_number([&] { return p.max_logits; }, row, summary.max_logit);
+    }
+    if constexpr (Config::entropy) write_number([&] { return p.entropy; }, row, summary.entropy);
   }
 
-  __device__ void write_log_sum_exp(int row, float lse) const {
-    static_cast<float*>(cta.p.lse)[lse_index(row)] = lse;
-  }
-
-  __device__ int64 lse_index(int row) const {
+  // Writes the log-sum-exp of a row, or a statistic, to array(), which has the form of lse. The
+  // address is a function, so that it is loaded only after the index is known.
+  template <class Array>
+  __device__ void write_number(Array array, int row, float number) const {
     // lse has shape (batch, heads_q, seqlen_q) or, for packed queries, (heads_q, total_q).
     const Params& p = cta.p;
     const Sequence& sequence = cta.partial_tile.sequence;
@@ -235,7 +238,7 @@ struct DecodeMerge {
     const int seqlen = is_packed ? cta.p.total_q : p.seqlen_q;
     const int64 head = int64(sequence.q_batch) * p.heads_q + cta.partial_tile.head_kv * Cta::group +
                        cta.head_of(row);
-    return head * seqlen + sequence.q_first + cta.query_of(row);
+    static_cast<float*>(array())[head * seqlen + sequence.q_first + cta.query_of(row)] = number;
   }
 };
 

@@ -196,7 +196,6 @@ struct DecodeWarp : DecodeCta<Config> {
 
   // Writes the partial result to shared memory, over the ring of this warp or of its column warps.
   __device__ void write_result() {
-    const float lowest = -SoftmaxMath<float>::infinity();
     softmax.add_lanes();
     float* result = Cta::shared_floats() + warp / ColumnWarps::size * (Cta::key_warp_bytes / 4);
     // Waits until all lanes, or all column warps, have finished reading their rings.
@@ -207,7 +206,7 @@ struct DecodeWarp : DecodeCta<Config> {
       for (int half = 0; half < 2; ++half) {
         const int row = row_of(i, half);
         if (row >= tile_rows()) continue;
-        typename Softmax::Row& state = softmax.rows[i][half];
+        const typename Softmax::Row& state = softmax.rows[i][half];
         float* record = result + row * Cta::record;
         float* target = record + warp % ColumnWarps::size * columns;
         const float base = state.base(scale_log2);
@@ -218,15 +217,14 @@ struct DecodeWarp : DecodeCta<Config> {
           for (int j = 0; j < columns / 8; ++j) out[i][j][2 * half] = out[i][j][2 * half + 1] = 0;
         }
         float* row_state = record + Cta::record_columns;
-        if constexpr (Config::max_logits) row_state[2] = has_weight ? state.largest : lowest;
         if constexpr (Config::quantized) {
           const auto output_scale = scales.output_scale(i, half);
-          state.shift_base(output_scale.base_offset, state.sum, output_scale.sum_factor);
-          row_state[0] = has_weight ? base + output_scale.base_offset : lowest;
+          row_state[0] =
+              has_weight ? base + output_scale.base_offset : -SoftmaxMath<float>::infinity();
           row_state[1] = has_weight ? state.sum * output_scale.sum_factor : 0;
           products.write_row(out, i, half, has_weight ? output_scale.factor : 0, target);
         } else {
-          row_state[0] = has_weight ? base : lowest;
+          row_state[0] = has_weight ? base : -SoftmaxMath<float>::infinity();
           row_state[1] = has_weight ? state.sum : 0;
 #pragma unroll
           for (int j = 0; j < columns / 8; ++j) {
@@ -234,7 +232,17 @@ struct DecodeWarp : DecodeCta<Config> {
                 {out[i][j][2 * half], out[i][j][2 * half + 1]}};
           }
         }
-        if constexpr (Config::entropy) row_state[3] = has_weight ? state.moment : 0;
+        if constexpr (Config::max_logits) {
+          row_state[2] = has_weight ? state.largest : -SoftmaxMath<float>::infinity();
+        }
+        if constexpr (Config::entropy) {
+          ExponentMoment<float, true> part = {state.moment};
+          if constexpr (Config::quantized) {
+            const auto output_scale = scales.output_scale(i, half);
+            part.shift_base(output_scale.base_offset, state.sum, output_scale.sum_factor);
+          }
+          row_state[3] = has_weight ? part.moment : 0;
+        }
       }
     }
   }

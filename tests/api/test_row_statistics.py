@@ -176,12 +176,15 @@ def test_other_values_than_bools_are_refused(
         flash_attention(q, k, v, **{name: value})
 
 
-def test_plans_have_the_family_and_tile_of_calls_without_statistics() -> None:
-    q, k, v = (np.empty((2, 4096, 8, 128), np.float16) for _ in range(3))
+@pytest.mark.parametrize("rows", [1, 40, 4096])
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+def test_plans_have_the_tile_and_splits_of_calls_without_statistics(rows: int, dtype: Any) -> None:
+    q, k = np.empty((1, rows, 8, 128), dtype), np.empty((1, 8192, 8, 128), dtype)
     for arch in ("sm_80", "sm_90", "sm_120"):
-        plain = cupy_flash.plan(flash_attention, q, k, v, arch=arch)
-        made = cupy_flash.plan(flash_attention, q, k, v, arch=arch, **STATISTICS)
+        plain = cupy_flash.plan(flash_attention, q, k, k, arch=arch)
+        made = cupy_flash.plan(flash_attention, q, k, k, arch=arch, **STATISTICS)
         assert (made.family, made.tile) == (plain.family, plain.tile)
+        assert made.schedule.split == plain.schedule.split
         assert made.problem.statistics == ("max_logits", "entropy")
 
 

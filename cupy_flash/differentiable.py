@@ -10,7 +10,7 @@ from cupy_flash.api.jvp import flash_attention_jvp, flash_attention_varlen_jvp
 from cupy_flash.arrays.kinds import is_number_or_list
 from cupy_flash.calls import dispatch, dispatch_backward
 from cupy_flash.calls.arguments import Arguments, GradientArguments
-from cupy_flash.calls.options import Options, plain_options
+from cupy_flash.calls.options import Options, plain_options, with_statistics
 from cupy_flash.mods.base import Modification
 from cupy_flash.mods.keywords import (
     ARRAYS,
@@ -75,10 +75,15 @@ class DifferentiableCall(NamedTuple):
     following_arrays: tuple[Any, ...] | None
 
     def run(self, inputs: tuple[Any, ...], *, return_lse: bool = True) -> Any:
-        """Compute attention; return out and lse, or out only."""
+        """Compute attention; return out, lse and row statistics of `options`, or out only."""
         options = self.options if return_lse else self.without_lse
         modifications = self._modifications(inputs)
         return dispatch.attention(self.arguments(inputs), options, "auto", 0, modifications)
+
+    def with_statistics(self, return_max_logits: Any, return_entropy: Any) -> DifferentiableCall:
+        """Return the call with row statistics if the arguments, which are checked, say so."""
+        options = with_statistics(self.options, return_max_logits, return_entropy)
+        return self if options is self.options else self._replace(options=options)
 
     def pull_back(
         self,
@@ -227,9 +232,17 @@ class DifferentiableCall(NamedTuple):
         return result
 
 
+def returned(results: tuple[Any, ...], return_lse: bool) -> Any:
+    """Return what a public function returns of out, lse, and row statistics if there are any."""
+    out, lse, *statistics = results
+    others = (lse, *statistics) if return_lse else tuple(statistics)
+    return (out, *others) if others else out
+
+
 # Creating the record takes 2 us, and few different ones occur.
 @functools.lru_cache
 def _backward_options(options: Options, wrt: tuple[str, ...]) -> Options:
+    options = options._replace(return_max_logits=False, return_entropy=False)
     return options._replace(wrt=wrt, family=None, tile=None, num_splits=0, batch_invariant=False)
 
 

@@ -57,6 +57,11 @@ struct Params {
   // Block mask, if `Config::block_mask`.
   BlockMask block_mask;
 #endif
+#ifdef CUPY_FLASH_STATISTICS
+  // Row statistics in the form of lse; each is null if the call does not return it.
+  void* max_logits;
+  void* entropy;
+#endif
 };
 
 // Returns the position of a sequence's first query among its keys: an element of an array of

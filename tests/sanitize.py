@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 from support import wrong_numbers
-from support.calls import float8_support
+from support.calls import float8_support, row_statistics
 from support.calls.float8_support import Float8Case
 from support.calls.latent_support import LATENT, check_latent
 from support.calls.modified_calls import KINDS, ModifiedCall, padded_call, random_call
@@ -342,6 +342,15 @@ def call_modified(case: ModifiedCall, family: str | None) -> None:
             call_modified(case, None)
 
 
+def call_statistics(case: ModifiedCall, family: str | None) -> None:
+    """Make a call that returns row statistics; see `call_modified`."""
+    try:
+        row_statistics.check(case, cupy, family=family)
+    except UnsupportedError:
+        if family is not None:
+            call_statistics(case, None)
+
+
 def backward_calls() -> Iterator[tuple[GradientCall, str]]:
     """Yield backward calls of each family, drawn as in the tests; `hopper` has more head dims."""
     # The sequences are short; those of a mask function have lists of query tiles all the same.
@@ -458,6 +467,10 @@ GROUPS: dict[str, tuple[str, Callable[[], Iterable[Named]]]] = {
     "modified": (
         "calls with masks or score modifications",
         lambda: _named(call_modified, modified_calls()),
+    ),
+    "statistics": (
+        "calls that return row statistics",
+        lambda: _named(call_statistics, modified_calls()),
     ),
     "backward": ("backward calls", lambda: _named(call_backward, backward_calls())),
     "quantized": (

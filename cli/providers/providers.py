@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import operator
 import re
 from abc import abstractmethod
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from cupy_flash.families.schedule import Schedule
 from cupy_flash.gpu.environment import current_device, gpu_unavailable
 from cupy_flash.planning.planner import Plan, make_plan, tile_fields
 from cupy_flash.problem.arrays import FLOAT8, FLOAT8_OUTPUTS
+from cupy_flash.problem.problem import STATISTICS
 from cupy_flash.problem.tile import Tile, freeze_tile
 from cupy_flash.reference.dense import attention_naive
 from cupy_flash.reference.gradients import backward_naive
@@ -95,6 +97,27 @@ class Dispatcher(Provider):
         # A graph's replays would rebuild the block mask, which repeated calls reuse.
         assert prepared.plan is not None
         return None if _reads_block_mask(prepared.plan) else super().replayed(prepared)
+
+
+class WithStatistic(Dispatcher):
+    """The library, returning a row statistic in addition to the output."""
+
+    def __init__(self, statistic: str, tile: TileFields) -> None:
+        super().__init__(f"cupy_flash-{statistic}", None, tile)
+        self.statistic = statistic
+
+    def plan(self, case: Case) -> Plan:
+        if case.is_backward:
+            raise ValueError(f"{self.statistic} is a result of forward calls")
+        if not self.on_gpu:
+            return cpu_plan(case, self.tile)
+        problem = dataclasses.replace(case.problem(), statistics=(self.statistic,))
+        return make_plan(problem, current_device(), tile=freeze_tile(self.tile))
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        made = super().prepare(inputs)
+        call = functools.partial(made.call, **{f"return_{self.statistic}": True})
+        return dataclasses.replace(made, call=call, to_result=operator.itemgetter(0))
 
 
 class CpuBackend(Dispatcher):
@@ -356,6 +379,7 @@ _OURS: dict[str, Callable[[TileFields], Provider]] = {
         f"cupy_flash-{short}": functools.partial(InEightBits, name)
         for name, short in CACHE_DTYPES.items()
     },
+    **{f"cupy_flash-{name}": functools.partial(WithStatistic, name) for name in STATISTICS},
     "cupy_flash-uniform": Uniform,
     "cupy_flash-anew": Anew,
     "cupy_flash-cpu": CpuBackend,

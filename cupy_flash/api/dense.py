@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from cupy_flash.calls import dispatch
 from cupy_flash.calls.arguments import Arguments
-from cupy_flash.calls.options import Options
+from cupy_flash.calls.options import Options, with_statistics
 from cupy_flash.opaque import marked
 from cupy_flash.problem.tile import TileRequest, freeze_tile
 from cupy_flash.problem.values import named_dtype
@@ -28,6 +28,8 @@ def flash_attention(
     q_offset: Any = None,
     layout: str = "bshd",
     return_lse: bool = False,
+    return_max_logits: bool = False,
+    return_entropy: bool = False,
     out: Any | None = None,
     backend: str = "auto",
     family: str | None = None,
@@ -74,6 +76,8 @@ def flash_attention(
         Order of the axes of q, k, v and out; "bhsd" is (batch, heads, seqlen, dim).
     return_lse : bool
         Whether to return the log-sum-exp of the scaled scores of each query row, too.
+    return_max_logits, return_entropy : bool
+        Whether to return the largest score of each query row, and the entropy of its weights, too.
     out : array, optional
         Array that the result is written to; same array type, dtype and shape as the result. Its
         last axis is contiguous, and it does not overlap the inputs. Not for JAX (immutable arrays).
@@ -101,6 +105,12 @@ def flash_attention(
     lse : array, shape (batch, heads_q, seqlen_q)
         Log-sum-exp, natural logarithm, only with return_lse. float32, for float64 inputs float64.
         It is -inf for a fully masked row without a sink.
+    max_logits : array, shape (batch, heads_q, seqlen_q)
+        Largest score of a key of each row, after all modifications, only with return_max_logits.
+        Dtype of lse. It is -inf for a fully masked row, and NaN where lse is.
+    entropy : array, shape (batch, heads_q, seqlen_q)
+        Entropy of each row's weights, -sum(w * log(w)) over the keys, only with return_entropy.
+        Dtype of lse. It is 0 for a fully masked row. See docs/guide/usage.md for sinks.
 
     Raises
     ------
@@ -134,6 +144,7 @@ def flash_attention(
     options = Options(
         "dense", causal, softmax_scale, return_lse, family, freeze_tile(tile), q_offset, layout
     )
+    options = with_statistics(options, return_max_logits, return_entropy)
     arguments = Arguments(q, k, v, out)
     # A generator in any() would add half a microsecond to every call.
     is_plain = q_scale is None and k_scale is None and v_scale is None
@@ -152,6 +163,8 @@ def flash_attention_qkvpacked(
     q_offset: Any = None,
     layout: str = "bshd",
     return_lse: bool = False,
+    return_max_logits: bool = False,
+    return_entropy: bool = False,
     out: Any | None = None,
     backend: str = "auto",
     family: str | None = None,
@@ -168,14 +181,15 @@ def flash_attention_qkvpacked(
     qkv : array, shape (batch, seqlen, 3, heads, head_dim)
         Queries, keys and values along the third-to-last axis. There may be no batch axis or
         several, as in `flash_attention`.
-    causal, softmax_scale, q_offset, layout, return_lse, out, backend, family, tile, stream,
-    **modifications
+    causal, softmax_scale, q_offset, layout, return_lse, return_max_logits, return_entropy, out,
+    backend, family, tile, stream, **modifications
         See `flash_attention`; layout is "bshd".
 
     Returns
     -------
     out : array, shape (batch, seqlen, heads, head_dim)
-        Output. With return_lse, the pair (out, lse).
+        Output. With return_lse, return_max_logits or return_entropy, a tuple of out and the results
+        of `flash_attention` that these ask for.
 
     Raises
     ------
@@ -187,5 +201,6 @@ def flash_attention_qkvpacked(
     options = Options(
         "qkvpacked", causal, softmax_scale, return_lse, family, freeze_tile(tile), q_offset, layout
     )
+    options = with_statistics(options, return_max_logits, return_entropy)
     arguments = Arguments(None, None, None, out, qkv)
     return dispatch.attention(arguments, options, backend, 0, modifications, stream)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from cupy_flash.calls import dispatch
 from cupy_flash.calls.arguments import Arguments, given_lengths
-from cupy_flash.calls.options import Options
+from cupy_flash.calls.options import Options, with_statistics
 from cupy_flash.opaque import marked
 from cupy_flash.problem.tile import TileRequest, freeze_tile
 
@@ -40,6 +40,8 @@ def flash_attention_with_kvcache(
     softmax_scale: float | None = None,
     num_splits: int = 0,
     return_lse: bool = False,
+    return_max_logits: bool = False,
+    return_entropy: bool = False,
     out: Any | None = None,
     batch_invariant: bool = False,
     backend: str = "auto",
@@ -127,6 +129,8 @@ def flash_attention_with_kvcache(
         parallel and merged. 0 lets the planner choose. The CPU backend ignores it.
     return_lse : bool
         Whether to return the log-sum-exp of the scaled scores of each query row, too.
+    return_max_logits, return_entropy : bool
+        Whether to return the largest score of each query row, and the entropy of its weights, too.
     out : array, optional
         Array that the result is written to; same array type, dtype and shape as the result. Its
         last axis is contiguous, and it does not overlap the inputs.
@@ -155,6 +159,12 @@ def flash_attention_with_kvcache(
     lse : array, shape (batch, heads_q, seqlen_q)
         Log-sum-exp, natural logarithm, only with return_lse. float32, for float64 inputs float64.
         It is -inf for a fully masked row without a sink.
+    max_logits : array, shape (batch, heads_q, seqlen_q)
+        Largest score of a key of each row, after all modifications, only with return_max_logits.
+        Dtype of lse. It is -inf for a fully masked row, and NaN where lse is.
+    entropy : array, shape (batch, heads_q, seqlen_q)
+        Entropy of each row's weights, -sum(w * log(w)) over the keys, only with return_entropy.
+        Dtype of lse. It is 0 for a fully masked row. See docs/guide/usage.md for sinks.
 
     Raises
     ------
@@ -248,4 +258,5 @@ def flash_attention_with_kvcache(
         compute_scales,
         head_dim_v,
     )
+    options = with_statistics(options, return_max_logits, return_entropy)
     return dispatch.attention(arguments, options, backend, keys, modifications, stream)

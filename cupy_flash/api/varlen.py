@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from cupy_flash.calls import dispatch
 from cupy_flash.calls.arguments import Arguments
-from cupy_flash.calls.options import Options
+from cupy_flash.calls.options import Options, with_statistics
 from cupy_flash.opaque import marked
 from cupy_flash.problem.tile import TileRequest, freeze_tile
 
@@ -33,6 +33,8 @@ def flash_attention_varlen(
     k_scale: Any | None = None,
     v_scale: Any | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
+    return_entropy: bool = False,
     out: Any | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
@@ -88,6 +90,8 @@ def flash_attention_varlen(
         `flash_attention_with_kvcache`.
     return_lse : bool
         Whether to return the log-sum-exp of the scaled scores of each query row, too.
+    return_max_logits, return_entropy : bool
+        Whether to return the largest score of each query row, and the entropy of its weights, too.
     out : array, optional
         Array that the result is written to; same array type, dtype and shape as the result. Its
         last axis is contiguous, and it does not overlap the inputs.
@@ -119,6 +123,12 @@ def flash_attention_varlen(
     lse : array, shape (heads_q, total_q)
         Log-sum-exp, natural logarithm, only with return_lse. float32, for float64 inputs float64.
         It is -inf for rows that belong to no sequence, and for fully masked rows without a sink.
+    max_logits : array, shape (heads_q, total_q)
+        Largest score of a key of each row, after all modifications, only with return_max_logits.
+        Dtype of lse. It is -inf for a fully masked row, and NaN where lse is.
+    entropy : array, shape (heads_q, total_q)
+        Entropy of each row's weights, -sum(w * log(w)) over the keys, only with return_entropy.
+        Dtype of lse. It is 0 for a fully masked row. See docs/guide/usage.md for sinks.
 
     Raises
     ------
@@ -161,6 +171,20 @@ def flash_attention_varlen(
     >>> flash_attention_varlen(q, k, v, [0, 3, 7], [0, 3, 7], 4, 4, causal=True).shape
     (7, 2, 8)
     """
+    options = Options(
+        "varlen",
+        causal,
+        softmax_scale,
+        return_lse,
+        family,
+        freeze_tile(tile),
+        None,
+        "bshd",
+        num_splits,
+        batch_invariant,
+        max_seqlen_q,
+        max_seqlen_k,
+    )
     return dispatch.attention(
         Arguments(
             q,
@@ -175,20 +199,7 @@ def flash_attention_varlen(
             k_scale,
             v_scale,
         ),
-        Options(
-            "varlen",
-            causal,
-            softmax_scale,
-            return_lse,
-            family,
-            freeze_tile(tile),
-            None,
-            "bshd",
-            num_splits,
-            batch_invariant,
-            max_seqlen_q,
-            max_seqlen_k,
-        ),
+        with_statistics(options, return_max_logits, return_entropy),
         backend,
         0,
         modifications,

@@ -99,6 +99,9 @@ def attention(
     ):
         arguments = _copy_scales_to_gpu(arguments)
     results = run(_ATTENTION, arguments, options, backend, keys, modifications)
+    if len(results) > 2:
+        # Row statistics follow out and lse.
+        return tuple([x for x in results if x is not None])
     return results if options.return_lse else results[0]
 
 
@@ -110,7 +113,7 @@ def run(
     keys: int,
     modifications: Mapping[str, Any] | None,
 ) -> Any:
-    """Return out and lse (None if not requested), or gradients; see `attention` for parameters."""
+    """Return out, lse (None if not requested) and row statistics, or gradients; see `attention`."""
     mod_key, user_mods = None, NO_USER_MODS
     if options.q_offset.__class__ not in INTEGER_OR_NONE:
         options, modifications = with_offsets(options, modifications)
@@ -320,7 +323,7 @@ def _all_are_numpy(given: tuple[Any, ...]) -> bool:
     return True
 
 
-def _jax_attention(arguments: Arguments, options: Options) -> tuple[Any, Any] | None:
+def _jax_attention(arguments: Arguments, options: Options) -> tuple[Any, ...] | None:
     """Compute attention of JAX arrays; return None unless all can be read by their addresses."""
     if options.kind != "dense" or arguments.out is not None:
         return None
@@ -330,6 +333,6 @@ def _jax_attention(arguments: Arguments, options: Options) -> tuple[Any, Any] | 
         if memory is None:
             return None
         memories.append(memory)
-    result, lse = prepared_calls.run(ATTENTION, Arguments(*memories), options)
+    results = prepared_calls.run(ATTENTION, Arguments(*memories), options)
     device = memories[0].device
-    return to_jax(result, device), None if lse is None else to_jax(lse, device)
+    return tuple([None if x is None else to_jax(x, device) for x in results])

@@ -9,6 +9,7 @@ from cupy_flash.arrays.strided import kind_of, require_layout
 from cupy_flash.arrays.torch_arrays import resolved
 from cupy_flash.calls.check.modifications import ModificationKey
 from cupy_flash.mods import keywords
+from cupy_flash.problem.problem import STATISTICS
 from cupy_flash.problem.tile import FrozenTile, Tile
 from cupy_flash.problem.values import check_bool, finite, integer
 
@@ -44,11 +45,36 @@ class Options(NamedTuple):
     wrt: tuple[str, ...] | None = None
     grad_dtype: str | None = None
     mod_key: ModificationKey | None = None
+    return_max_logits: bool = False
+    return_entropy: bool = False
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """Names of the row statistics that the call returns after lse, in this order."""
+        max_logits, entropy = STATISTICS
+        return (max_logits,) * self.return_max_logits + (entropy,) * self.return_entropy
 
     @property
     def is_dense(self) -> bool:
         """Whether q, k and v are separate arrays of a dense batch."""
         return self.kind in ("dense", "scaled")
+
+
+def with_statistics(options: Options, return_max_logits: Any, return_entropy: Any) -> Options:
+    """Return the options of a call that returns row statistics if the arguments say so.
+
+    Raises
+    ------
+    TypeError
+        If an argument is not True or False.
+    """
+    # Most calls return no statistics. For them, `_replace` would cost half a microsecond.
+    if return_max_logits is False and return_entropy is False:
+        return options
+    return options._replace(
+        return_max_logits=_bool("return_max_logits", return_max_logits),
+        return_entropy=_bool("return_entropy", return_entropy),
+    )
 
 
 def with_offsets(
@@ -139,6 +165,8 @@ def _frozen_tile(name: str, value: Any) -> Any:
 _FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "causal": _bool,
     "return_lse": _bool,
+    "return_max_logits": _bool,
+    "return_entropy": _bool,
     "batch_invariant": _bool,
     "rotary_interleaved": _bool,
     "compute_scales": _bool,

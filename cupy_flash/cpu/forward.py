@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from cupy_flash.arrays.numpy_errors import ignore_fp_errors
@@ -26,6 +25,7 @@ from cupy_flash.arrays.sequences import PagedRows
 from cupy_flash.cpu import tiled, untiled
 from cupy_flash.cpu.forward_pass import SCRATCH_LIMIT as SCRATCH_LIMIT
 from cupy_flash.cpu.forward_pass import Block, Pass, Scratch, Tiling, scratch_elements
+from cupy_flash.cpu.row_results import RowResults
 from cupy_flash.cpu.thread_pool import Stop, cpus, run_in_parallel, single_threaded_blas
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.problem.mask import Mask
@@ -107,7 +107,7 @@ def forward(
     k: Array | PagedRows,
     v: Array | PagedRows,
     out: Array,
-    lse: Array | None,
+    rows: RowResults,
     *,
     causal: bool,
     q_offset: int,
@@ -116,7 +116,7 @@ def forward(
     threads: int | None = None,
     bound_mods: BoundModifications | None = None,
 ) -> None:
-    """Write attention of ``q`` over ``k`` and ``v`` to ``out``, and its log-sum-exp to ``lse``.
+    """Write attention of ``q`` over ``k`` and ``v`` to ``out``, and results per row to ``rows``.
 
     The caller has checked the arguments. float64 inputs are computed in float64, all others in
     float32. The same inputs and tile give the same bits for any number of threads. Unless the call
@@ -132,8 +132,8 @@ def forward(
         Values.
     out : numpy.ndarray, (batch, seqlen_q, heads_q, head_dim_v)
         Output; must not overlap the inputs.
-    lse : numpy.ndarray, (batch, heads_q, seqlen_q), or None
-        Output for the log-sum-exp, in natural logarithms.
+    rows : RowResults
+        Outputs of shape (batch, heads_q, seqlen_q).
     causal : bool
         Whether query ``i`` attends only to the keys ``j <= i + q_offset``.
     q_offset : int
@@ -160,16 +160,16 @@ def forward(
     if causal and bound_mods is None and (first := visible.first_row(0)):
         # These rows attend to no key, whatever values their queries hold.
         out[:, :first] = 0
-        if lse is not None:
-            lse[:, :, :first] = -np.inf
-            lse = lse[:, :, first:]
+        rows.each(lambda array: array[:, :, :first]).write_empty()
+        rows = rows.each(lambda array: array[:, :, first:])
         q, out, q_offset = q[:, first:], out[:, first:], visible.skip_rows(first).q_offset
         if not q.size:
             return
     options = causal, q_offset, softmax_scale, tile
-    if bound_mods is None and untiled.forward_small(q, k, v, out, lse, *options):
+    is_plain = bound_mods is None and not rows.has_statistics
+    if is_plain and untiled.forward_small(q, k, v, out, rows.lse, *options):
         return
-    job = Pass.make(q, k, v, out, lse, *options, bound_mods)
+    job = Pass.make(q, k, v, out, rows, *options, bound_mods)
     run(iter((job,)), job.pairs, job.scratch_bytes, threads)
 
 

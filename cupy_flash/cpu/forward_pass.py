@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupy_flash.arrays.sequences import PagedRows
+from cupy_flash.cpu.row_results import RowResults
 from cupy_flash.mods.keywords import FURTHEST
 from cupy_flash.mods.on_arrays.block_visibility import BlockVisibility, block_visibility_of
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
@@ -108,7 +109,7 @@ class Pass(NamedTuple):
     k: Array | PagedRows  # (batch, seqlen_k, heads_kv, head_dim)
     v: Array | PagedRows  # (batch, seqlen_k, heads_kv, head_dim_v)
     out: Array  # (batch, heads_kv, group, seqlen_q, head_dim_v)
-    lse: Array | None  # (batch, heads_kv, group, seqlen_q)
+    rows: RowResults  # arrays (batch, heads_kv, group, seqlen_q)
     visible: Mask  # mask by position; modifications may change it per sequence, see `mask_of`
     bound_mods: BoundModifications | None
     first: Pairs  # indices, within the call, of the first query-key pair of this pass
@@ -128,7 +129,7 @@ class Pass(NamedTuple):
         k: Array | PagedRows,
         v: Array | PagedRows,
         out: Array,
-        lse: Array | None,
+        rows: RowResults,
         causal: bool,
         q_offset: int,
         softmax_scale: float,
@@ -164,7 +165,7 @@ class Pass(NamedTuple):
             k=k,
             v=v,
             out=out.reshape(*split, head_dim_v).transpose(0, 2, 3, 1, 4),
-            lse=None if lse is None else lse.reshape(batch, heads_kv, group, seqlen_q),
+            rows=rows.each(lambda array: array.reshape(batch, heads_kv, group, seqlen_q)),
             visible=visible,
             bound_mods=bound_mods,
             first=first,

@@ -25,6 +25,7 @@ from cupy_flash.cpu.forward_pass import (
     include_sink,
     modify_scores,
 )
+from cupy_flash.cpu.row_results import KeySums, RowResults, moment_of, shifted_moment
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.mods.on_arrays.dropout import kept_pairs, key_of
 from cupy_flash.mods.on_arrays.scores import Pairs
@@ -41,7 +42,7 @@ def forward(
     k: Array,
     v: Array,
     out: Array,
-    lse: Array | None,
+    results: RowResults,
     *,
     keys: Keys,
     first: Pairs,
@@ -51,7 +52,7 @@ def forward(
     Bc: int,
     bound_mods: BoundModifications | None = None,
 ) -> None:
-    """Write attention of one sequence to ``out``, and its log-sum-exp to ``lse``.
+    """Write attention of one sequence to ``out``, and its results per row to ``results``.
 
     Scratch memory grows with heads_q * seqlen_q * Bc.
 
@@ -65,8 +66,8 @@ def forward(
         Values.
     out : numpy.ndarray, (seqlen_q, heads_q, head_dim_v)
         Output.
-    lse : numpy.ndarray, (heads_q, seqlen_q), or None
-        Output for the log-sum-exp, in natural logarithms.
+    results : RowResults
+        Outputs of shape (heads_q, seqlen_q).
     keys : Keys
         Location of the sequence's keys and values in k and v.
     first : Pairs
@@ -105,7 +106,8 @@ def forward(
         begins = np.repeat(visible.begins(queries), group)
         modification = _Modification(bound_mods, pairs, begins, keys.seqlen - 1, first)
     ends = np.repeat(visible.ends(queries), group)
-    acc, row_max = _process_tiles(rows, k, v, keys, ends, Bc, modification)
+    moment = None if results.entropy is None else np.zeros((heads_kv, m, 1, 1), compute)
+    acc, row_max = _process_tiles(rows, k, v, keys, ends, Bc, modification, moment=moment)
     share = None if modification is None else modification.kept_share
     row_sum, result = _normalized(acc, share)
     if not np.isfinite(result).all():
@@ -115,6 +117,7 @@ def forward(
         _, shrunk = _normalized(acc, share)
         result = np.where(np.isfinite(result), result, shrunk / compute.type(SHRINK))
     empty = row_sum == 0
+    key_sums = KeySums(row_max.copy(), row_sum.copy(), moment) if results.has_statistics else None
     sinks = None if modification is None else modification.sinks
     if sinks is not None:
         sum_of_keys = row_sum.copy()
@@ -127,9 +130,12 @@ def forward(
             np.copyto(array, np.nan, where=nan_rows)
     result = result.reshape(heads_kv, seqlen_q, group, head_dim_v).swapaxes(0, 1)
     np.copyto(out, result.reshape(out.shape), casting="same_kind")
-    if lse is not None:
-        by_head = row_lse.reshape(heads_kv, seqlen_q, group).swapaxes(1, 2)
-        np.copyto(lse, by_head.reshape(lse.shape), casting="same_kind")
+    # The axes of the rows here are KV heads, queries, and query heads of a KV head.
+    results = results.each(lambda array: array.reshape(heads_kv, group, seqlen_q).swapaxes(1, 2))
+    if results.lse is not None:
+        np.copyto(results.lse, row_lse.reshape(results.lse.shape), casting="same_kind")
+    if key_sums is not None:
+        key_sums.write(results, row_lse, empty, has_sinks=sinks is not None)
 
 
 class _Modification(NamedTuple):
@@ -198,10 +204,12 @@ def _process_tiles(
     Bc: int,
     modification: _Modification | None,
     factor: Any = 1,
+    moment: Array | None = None,
 ) -> tuple[Array, Array]:
     """Return the sums of weighted values, with the row sums as a last column, and the row maxima.
 
     The values are multiplied by `factor`. `ends` is the end of the keys that each row attends to.
+    The moments of the rows (see `row_results`) are written to `moment` if it is given.
     """
     heads_kv, m, _, head_dim = rows.shape
     head_dim_v, compute = v.shape[3], rows.dtype
@@ -232,9 +240,15 @@ def _process_tiles(
         # -inf - -inf would be NaN; subtracting 0 leaves exp(-inf) = 0.
         safe = np.where(new_max == -np.inf, 0, new_max)
         scores -= safe
+        exponents = None if moment is None else scores.copy()
         np.exp(scores, out=scores)
         if start:
-            acc *= np.exp(row_max - safe)
+            change = row_max - safe
+            if moment is not None:
+                moment[...] = shifted_moment(moment, acc[..., -1:], change, np.exp(change))
+            acc *= np.exp(change)
+        if moment is not None and exponents is not None:
+            moment += moment_of(scores, exponents)
         kept = None if modification is None else modification.kept_by_dropout(start, start + Bc)
         if kept is None:
             acc += np.matmul(scores, v_tile[:, None])

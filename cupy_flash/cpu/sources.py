@@ -20,6 +20,7 @@ _FORWARD = (
     "arrays/quantized.py",
     "arrays/numpy_errors.py",
     "cpu/rowwise.py",
+    "cpu/row_results.py",
     "arrays/sequences.py",
     "cpu/batching.py",
     "mods/on_arrays/bound_modifications.py",

@@ -22,6 +22,7 @@ from cupy_flash.cpu.forward_pass import (
     lowest,
     ones,
 )
+from cupy_flash.cpu.row_results import KeySums, moment_of, shifted_moment
 from cupy_flash.cpu.thread_pool import Stop
 
 Array = NDArray[Any]
@@ -30,7 +31,7 @@ Array = NDArray[Any]
 def attend(
     job: Pass, scratch: Scratch, block: Block, tiles: list[tuple[int, int]], stop: Stop
 ) -> None:
-    """Write output and lse of one query tile; write nothing once ``stop`` is requested."""
+    """Write the results of one query tile; write nothing once ``stop`` is requested."""
     tile = _Tile(job, scratch, block)
     if not tile.process_tiles(tiles, stop):
         return
@@ -56,6 +57,8 @@ class _Tile:
         self.acc = self._scratch_array("acc", (*rows, job.v.shape[3]))
         self.row_sum = self._scratch_array("row_sum", (*rows, 1))
         self.row_max = self._scratch_array("row_max", (*rows, 1))
+        # Moments of the rows (see `row_results`), if the call returns entropies.
+        self.moment = None if job.rows.entropy is None else np.zeros_like(self.row_sum)
 
     def _scratch_array(self, name: str, shape: tuple[int, ...]) -> Array:
         return self.scratch.array(name, shape, self.job.compute)
@@ -93,12 +96,17 @@ class _Tile:
             # The maxima rarely change after the first tiles, and comparing them is cheap.
             if not np.array_equal(new_max, row_max):
                 row_max -= new_max
+                if self.moment is not None:
+                    self._shift_moment(row_max.reshape(self.moment.shape))
                 np.exp(row_max, out=row_max)
                 row_sum *= row_max
                 acc *= row_max
                 row_max[...] = new_max
         scores -= new_max
+        exponents = None if self.moment is None else scores.copy()
         np.exp(scores, out=scores)
+        if self.moment is not None and exponents is not None:
+            self.moment += moment_of(scores, exponents).reshape(self.moment.shape)
         # A product with ones computes row sums in a third of the time of add.reduce.
         column = ones(count, job.compute.char)
         tile_sum = row_sum if is_first else self._scratch_array("tile_sum", row_sum.shape)
@@ -115,6 +123,11 @@ class _Tile:
         np.matmul(scores, v, out=product)
         acc += product
 
+    def _shift_moment(self, change: Array) -> None:
+        """Make the moments relative to new maxima; `change` is the old ones minus the new ones."""
+        assert self.moment is not None
+        self.moment = shifted_moment(self.moment, self.row_sum, change, np.exp(change))
+
     def overflowed(self) -> Array | None:
         """Return which rows have a sum of weighted values that is not finite; None if none has."""
         acc = self.acc.reshape(-1)
@@ -127,10 +140,13 @@ class _Tile:
         return overflowed if overflowed.any() else None
 
     def finish(self) -> None:
-        """Write the output and the lse."""
+        """Write the output and the results per row."""
         job, acc, row_sum = self.job, self.acc, self.row_sum
         # A row sum is 0 only if no score is above -inf: otherwise its largest term is exp(0) = 1.
         empty = None if row_sum.all() else row_sum == 0
+        key_sums = None
+        if job.rows.has_statistics:
+            key_sums = KeySums(self.row_max.copy(), row_sum.copy(), self.moment)
         sinks = self._include_sinks()
         if empty is not None:
             row_sum[empty] = 1
@@ -146,10 +162,14 @@ class _Tile:
         else:
             acc /= self._divisor()
             np.copyto(out, acc, casting="same_kind")
-        if job.lse is not None:
+        rows = job.rows.each(lambda array: array[where])
+        if any(array is not None for array in rows):
             np.log(row_sum, out=row_sum)
             row_sum += self.row_max
-            job.lse[where] = row_sum[..., 0]
+        if rows.lse is not None:
+            rows.lse[...] = row_sum[..., 0]
+        if key_sums is not None:
+            key_sums.write(rows, row_sum, empty, has_sinks=sinks is not None)
 
     def _divisor(self) -> Array:
         """Return the row sums, times the probability with which dropout keeps a weight."""

@@ -28,6 +28,7 @@ from cupy_flash.cpu.forward_pass import (
     lowest,
     ones,
 )
+from cupy_flash.cpu.row_results import KeySums
 from cupy_flash.cpu.thread_pool import single_threaded_blas
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.tile import Tile
@@ -218,16 +219,16 @@ def _attend_in_one_step(
 
 
 def attend(job: Pass, scratch: Scratch, block: Block, keys: tuple[int, int]) -> None:
-    """Write output and lse of a query tile that attends only to keys [begin, end), see `keys`."""
+    """Write the results of a query tile that attends only to keys [begin, end), see `keys`."""
     compute = job.compute
     begin, end = keys
     out = job.out[tuple(block)]
     sinks = job.sinks_of(block)
     lse_of_nothing = -np.inf if sinks is None else sinks
+    results = job.rows.each(lambda array: array[tuple(block)])
     if begin >= end:
         out[...] = 0
-        if job.lse is not None:
-            job.lse[tuple(block)][..., None] = lse_of_nothing
+        results.each(lambda array: array[..., None]).write_empty(lse_of_nothing)
         return
     seen = end - begin
     q = job.queries(block, scratch)
@@ -241,6 +242,9 @@ def attend(job: Pass, scratch: Scratch, block: Block, keys: tuple[int, int]) -> 
     divides = divides_keys(rows.shape[2], seen, k.shape[1], k.strides[2])
     write_scores(rows, k, scores, divides)
     apply_mask(job, block, by_head(matrix, keys_axis, q.shape[:4]), begin, end)
+    key_sums = None
+    if results.has_statistics:
+        key_sums = KeySums.of(matrix, keys_axis, entropy=results.entropy is not None)
     sink = None if sinks is None else np.broadcast_to(sinks, (*q.shape[:4], 1))
     row_max, row_sum, empty = to_weights(matrix, keys_axis, sink, job.kept_share)
     kept = job.kept_by_dropout(block, begin, end)
@@ -254,7 +258,7 @@ def attend(job: Pass, scratch: Scratch, block: Block, keys: tuple[int, int]) -> 
         acc = scratch.array("acc", (*rows.shape[:3], v.shape[3]), compute)
         write_sums(scores, v, acc, divides)
         np.copyto(out, acc.reshape(out.shape), casting="same_kind")
-    if empty is None and job.lse is None:
+    if empty is None and all(array is None for array in results):
         return
     row_lse = np.log(row_sum)
     row_lse += row_max
@@ -265,8 +269,10 @@ def attend(job: Pass, scratch: Scratch, block: Block, keys: tuple[int, int]) -> 
         for array, nothing in ((out, 0), (row_lse, lse_of_nothing)):
             np.copyto(array, nothing, where=empty)
             np.copyto(array, np.nan, where=nan_rows)
-    if job.lse is not None:
-        job.lse[tuple(block)] = row_lse[..., 0]
+    if results.lse is not None:
+        results.lse[...] = row_lse[..., 0]
+    if key_sums is not None:
+        key_sums.write(results, row_lse, empty, has_sinks=sinks is not None)
 
 
 def score_matrix(flat: Array, keys: int, rows_of_product: int) -> tuple[Array, int]:

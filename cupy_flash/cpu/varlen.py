@@ -13,6 +13,7 @@ the same meaning as in the kernels (`cupy_flash.arrays.sequences`).
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ from cupy_flash.cpu import forward as cpu_forward
 from cupy_flash.cpu import padding, rowwise, untiled
 from cupy_flash.cpu.batching import Run, Steps, cached_steps, equal_runs
 from cupy_flash.cpu.forward_pass import ELEMENTS_AT_ONCE, Pass, Scratch, compute_dtype
+from cupy_flash.cpu.row_results import RowResults
 from cupy_flash.cpu.thread_pool import Stop, cpus, run_in_parallel, single_threaded_blas
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.mods.on_arrays.scores import FIRST_PAIR, Pairs
@@ -67,7 +69,7 @@ def varlen_forward(
     k: Array,
     v: Array,
     out: Array,
-    lse: Array | None,
+    results: RowResults,
     *,
     cu_seqlens_q: Array,
     cu_seqlens_k: Array | None,
@@ -83,7 +85,7 @@ def varlen_forward(
     threads: int | None = None,
     bound_mods: BoundModifications | None = None,
 ) -> None:
-    """Write attention of packed sequences to ``out``, and its log-sum-exp to ``lse``.
+    """Write attention of packed sequences to ``out``, and results per row to ``results``.
 
     Parameters
     ----------
@@ -95,8 +97,8 @@ def varlen_forward(
         Values; with ``block_table`` (pages, page_size, heads_kv, head_dim_v).
     out : numpy.ndarray, (total_q, heads_q, head_dim_v)
         Output; 0 in the rows that belong to no sequence. Must not overlap the inputs.
-    lse : numpy.ndarray, (heads_q, total_q), or None
-        Output, in natural logarithms; -inf in the rows that belong to no sequence.
+    results : RowResults
+        Outputs of shape (heads_q, total_q). Rows that belong to no sequence attend to no key.
     cu_seqlens_q : numpy.ndarray, (batch + 1,)
         First row of each sequence in q, then the end of the last sequence.
     cu_seqlens_k : numpy.ndarray, (batch + 1,), or None
@@ -128,8 +130,9 @@ def varlen_forward(
     paged = block_table is not None
     integers = cu_seqlens_q, cu_seqlens_k, seqused_k
     # Modifications use indices within a sequence, and 8-bit keys are dequantized one sequence at a
-    # time. In these cases, each sequence is a separate pass.
+    # time. In these cases, each sequence is a separate pass. Padded sequences have no statistics.
     join = not batch_invariant and bound_mods is None and scales is None
+    join = join and not results.has_statistics
     step_key: tuple[Any, ...] = (
         *(None if x is None else (x.tobytes(), x.dtype) for x in integers),
         *(max_seqlen_q, max_seqlen_k, len(q), k.shape[1] if paged else len(k)),
@@ -141,23 +144,20 @@ def varlen_forward(
         steps = cached_steps(*step_key)
     for unassigned in steps.unassigned_rows:
         out[unassigned] = 0
-        if lse is not None:
-            lse[:, unassigned] = -np.inf
+        results.each(operator.itemgetter((slice(None), unassigned))).write_empty()
     runs = steps.runs
     if steps.groups:
-        runs = runs + _pad(steps, q, k, v, out, lse, causal, softmax_scale, threads)
+        runs = runs + _pad(steps, q, k, v, out, results.lse, causal, softmax_scale, threads)
     items = []
     for b, rows, keys, count in runs:
         # Reshape (total, ...) to (count, seqlen, ...).
         span = slice(rows.first, rows.first + count * rows.seqlen)
         q_rows, out_rows = (x[span].reshape(count, rows.seqlen, *x.shape[1:]) for x in (q, out))
-        lse_rows = None
-        if lse is not None:
-            lse_rows = lse[:, span].reshape(len(lse), count, rows.seqlen).swapaxes(0, 1)
+        result_rows = _by_sequence(results, span, count, rows.seqlen)
         first = FIRST_PAIR
         if bound_mods is not None:
             first = FIRST_PAIR._replace(b=b, q_start=rows.first, k_start=keys.first)
-        items.append(_WorkItem.whole(q_rows, out_rows, lse_rows, keys, first))
+        items.append(_WorkItem.whole(q_rows, out_rows, result_rows, keys, first))
     k, v = (k, v) if paged else (k[None], v[None])
     batch = _Batch(*_blocks(k, v, scales, q.dtype), causal, softmax_scale, bound_mods)
     _forward(items, batch, tile, batch_invariant, threads)
@@ -169,7 +169,7 @@ def kvcache_forward(
     k_cache: Array,
     v_cache: Array,
     out: Array,
-    lse: Array | None,
+    results: RowResults,
     *,
     lengths: Array,
     cache_batch_idx: Array | None,
@@ -182,7 +182,7 @@ def kvcache_forward(
     threads: int | None = None,
     bound_mods: BoundModifications | None = None,
 ) -> None:
-    """Write attention over a KV cache to ``out``, and its log-sum-exp to ``lse``.
+    """Write attention over a KV cache to ``out``, and results per row to ``results``.
 
     Parameters
     ----------
@@ -194,8 +194,8 @@ def kvcache_forward(
         Values; with ``block_table`` (pages, page_size, heads_kv, head_dim_v).
     out : numpy.ndarray, (batch, seqlen_q, heads_q, head_dim_v)
         Output; must not overlap the inputs.
-    lse : numpy.ndarray, (batch, heads_q, seqlen_q), or None
-        Output for the log-sum-exp, in natural logarithms.
+    results : RowResults
+        Outputs of shape (batch, heads_q, seqlen_q).
     lengths : numpy.ndarray, (batch,)
         Number of rows of each sequence in the cache, including rows that :func:`append` wrote.
     cache_batch_idx : numpy.ndarray, (batch,), or None
@@ -215,9 +215,9 @@ def kvcache_forward(
     joins = not batch_invariant and scales is None
     for b, _, keys, count in equal_runs(queries, all_keys, joins):
         batch_range = slice(b, b + count)
-        lse_rows = None if lse is None else lse[batch_range]
+        result_rows = results.each(operator.itemgetter(batch_range))
         first = FIRST_PAIR if bound_mods is None else FIRST_PAIR._replace(b=b)
-        items.append(_WorkItem.whole(q[batch_range], out[batch_range], lse_rows, keys, first))
+        items.append(_WorkItem.whole(q[batch_range], out[batch_range], result_rows, keys, first))
     batch = _Batch(*_blocks(k_cache, v_cache, scales, q.dtype), causal, softmax_scale, bound_mods)
     _forward(items, batch, tile, batch_invariant, threads)
 
@@ -336,6 +336,11 @@ def _pad(
     return [Run(b, steps.queries[b], steps.keys[b], 1) for b in sorted(left)]
 
 
+def _by_sequence(results: RowResults, span: slice, count: int, seqlen: int) -> RowResults:
+    """Return views of packed rows, each of shape (count, heads, seqlen)."""
+    return results.each(lambda x: x[:, span].reshape(len(x), count, seqlen).swapaxes(0, 1))
+
+
 class CacheScales(NamedTuple):
     """Scales of 8-bit caches: numbers or arrays that broadcast to (blocks, rows, heads_kv).
 
@@ -352,16 +357,18 @@ class _WorkItem(NamedTuple):
 
     q: Array  # (sequences, rows, heads, head_dim)
     out: Array  # (sequences, rows, heads, head_dim_v)
-    lse: Array | None  # (sequences, heads, rows)
+    results: RowResults  # arrays (sequences, heads, rows)
     keys: Keys  # keys of the first sequence; the other sequences follow, or are in the next blocks
     q_offset: int  # position of the sequence's first row among its keys
     first: Pairs  # indices of the first row and head; in modified calls also of the sequence
     kv_heads: slice  # KV heads of the item's query heads
 
     @classmethod
-    def whole(cls, q: Array, out: Array, lse: Array | None, keys: Keys, first: Pairs) -> _WorkItem:
+    def whole(
+        cls, q: Array, out: Array, results: RowResults, keys: Keys, first: Pairs
+    ) -> _WorkItem:
         """Return a work item of all rows and heads of the sequences."""
-        return cls(q, out, lse, keys, keys.seqlen - q.shape[1], first, slice(None))
+        return cls(q, out, results, keys, keys.seqlen - q.shape[1], first, slice(None))
 
     @property
     def pairs(self) -> int:
@@ -371,8 +378,7 @@ class _WorkItem(NamedTuple):
     def write_without_keys(self, sinks: Array | None) -> None:
         """Write the results of sequences that have no keys."""
         self.out[...] = 0
-        if self.lse is not None:
-            self.lse[...] = -np.inf if sinks is None else sinks[:, None]
+        self.results.write_empty(-np.inf if sinks is None else sinks[:, None])
 
     def split(self, heads_kv: int) -> Iterator[_WorkItem]:
         """Yield work items for `rowwise`, small enough for its scratch and for all threads."""
@@ -389,7 +395,7 @@ class _WorkItem(NamedTuple):
                 yield _WorkItem(
                     self.q[:, rows, heads],
                     self.out[:, rows, heads],
-                    None if self.lse is None else self.lse[:, heads, rows],
+                    self.results.each(operator.itemgetter((slice(None), heads, rows))),
                     self.keys,
                     self.q_offset,
                     self.first._replace(h=heads.start, row=first),
@@ -421,7 +427,7 @@ class _Batch:
             k,
             v,
             item.out,
-            item.lse,
+            item.results,
             self.causal,
             item.q_offset,
             self.softmax_scale,
@@ -434,13 +440,15 @@ class _Batch:
         """Compute a small work item in one step; return False, without output, for others."""
         if self.bound_mods is not None or item.keys.pages is not None:
             return False
+        if item.results.has_statistics:
+            return False
         k, v = (_gather_keys(x, item.keys, len(item.q)) for x in (self.k, self.v))
         return untiled.forward_small(
             item.q,
             k,
             v,
             item.out,
-            item.lse,
+            item.results.lse,
             self.causal,
             item.q_offset,
             self.softmax_scale,
@@ -470,7 +478,7 @@ class _Batch:
             sequences.select_heads(self.k, item.kv_heads),
             sequences.select_heads(self.v, item.kv_heads),
             item.out[0],
-            None if item.lse is None else item.lse[0],
+            item.results.each(operator.itemgetter(0)),
             keys=item.keys,
             first=item.first,
             causal=self.causal,

@@ -14,7 +14,7 @@ from cupy_flash.families.params import layout_assertions
 from cupy_flash.families.schedule import Schedule, Split, main_of
 from cupy_flash.families.tokens import token_stream
 from cupy_flash.problem.device import Device
-from cupy_flash.problem.problem import Problem
+from cupy_flash.problem.problem import STATISTICS, Problem
 from cupy_flash.problem.tile import Tile
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -36,6 +36,9 @@ _MOD_HEADERS = (
     '#include "score/capture.cuh"',
     '#include "score/functions.cuh"',
 )
+
+# First line of a unit whose kernels write row statistics. It adds fields to the argument struct.
+_STATISTICS_HEADER = "#define CUPY_FLASH_STATISTICS"
 
 ELEMENT_TYPES = {
     "float16": "half_t",
@@ -250,6 +253,7 @@ class Family(ABC, Generic[TileT]):
         members |= self.config(problem, tile, split)
         score = problem.score
         members |= score_config(problem)
+        members |= {name: name in problem.statistics for name in STATISTICS}
         members["block_mask"] = self.uses_block_mask(problem, tile)
         types = {
             "Element": _element_type(problem),
@@ -267,7 +271,8 @@ class Family(ABC, Generic[TileT]):
         return _written(
             self.arch_specific,
             f"// cupy_flash {self.name}, sources {self.digest()}",
-            () if score is None else (*_MOD_HEADERS, score.cuda_source),
+            (_STATISTICS_HEADER,) * bool(problem.statistics)
+            + (() if score is None else (*_MOD_HEADERS, score.cuda_source)),
             (f'#include "{self.source}"', *_other_sources(schedule)),
             layout_assertions(problem),
             tuple(types.items()),
@@ -283,6 +288,7 @@ class Family(ABC, Generic[TileT]):
                 f" {problem.tensors['k'].dtype}" if "CacheElement" in types else "",
                 f" to {problem.out_dtype}" if problem.is_float8 else "",
                 " split" if split.kind == "fixed" else "",
+                *(f" {name}" for name in problem.statistics),
             ),
             tile,
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.problem.problem import Problem
+from cupy_flash.problem.problem import STATISTICS, Problem
 
 
 def _fields(dtype: Any, names: str) -> list[tuple[str, Any]]:
@@ -71,8 +71,9 @@ _TANGENT = _fields(TENSOR_DTYPE, "q_tangent k_tangent v_tangent out_tangent") + 
 def params_dtype(problem: Problem) -> np.dtype:
     """Return the dtype of the argument struct of a problem's kernels.
 
-    The common fields come first, then the data of modifications. The last fields are the scales of
-    an 8-bit KV cache or of float8 inputs, or the fields of the backward pass or of tangents.
+    The common fields come first, then the data of modifications, then the addresses of row
+    statistics. The last fields are the scales of an 8-bit KV cache or of float8 inputs, or the
+    fields of the backward pass or of tangents.
     """
     mods = captures = None
     if problem.score is not None:
@@ -81,7 +82,8 @@ def params_dtype(problem: Problem) -> np.dtype:
     scales: tuple[str, ...] = ()
     if problem.scales is not None:
         scales = ("q_scale", "k_scale", "v_scale")[0 if problem.is_float8 else 1 :]
-    return _params_dtype(mods, captures, scales, problem.direction)
+    has_statistics = bool(problem.statistics)
+    return _params_dtype(mods, captures, has_statistics, scales, problem.direction)
 
 
 # Creating a dtype takes 15 us. The cache is bounded because users choose the names of captures.
@@ -89,12 +91,15 @@ def params_dtype(problem: Problem) -> np.dtype:
 def _params_dtype(
     mods: np.dtype | None,
     captures: tuple[str, ...] | None,
+    has_statistics: bool,
     scales: tuple[str, ...],
     direction: str,
 ) -> np.dtype:
     fields = list(_FORWARD)
     if mods is not None:
         fields += [("mods", mods), ("block_mask", BLOCK_MASK_DTYPE)]
+    if has_statistics:
+        fields += _fields(np.uint64, " ".join(STATISTICS))
     fields += [(name, TENSOR_DTYPE) for name in scales]
     if direction == "tangent":
         fields += _TANGENT

@@ -128,14 +128,24 @@ def _fewest_that_fill(blocks: int, slots: int, key_tiles: int, most: int) -> int
 
 
 def combine_time(problem: Problem, split: Split) -> float:
-    """Return the estimated time of writing and merging partial results, in microseconds."""
+    """Return the estimated time of writing and merging partial results, in microseconds.
+
+    It leaves out row statistics, so that calls with and without them have the same split.
+    """
     if split.is_unsplit:
         return 0.0
-    return _COMBINE_US + 2e-6 * workspace(problem, split) / _PARTIALS_TB_PER_S
+    return _COMBINE_US + 2e-6 * _bytes_of_partials(problem, split, 0) / _PARTIALS_TB_PER_S
 
 
 def workspace(problem: Problem, split: Split) -> int:
-    """Return the size in bytes of all partial outputs and log-sum-exps; 0 without a split."""
+    """Return the size in bytes of all partial outputs, log-sum-exps and row statistics.
+
+    It is 0 without a split.
+    """
+    return _bytes_of_partials(problem, split, len(problem.statistics))
+
+
+def _bytes_of_partials(problem: Problem, split: Split, statistics: int) -> int:
     if split.is_unsplit:
         return 0
     accumulator = 8 if problem.dtype == "float64" else 4
@@ -145,7 +155,7 @@ def workspace(problem: Problem, split: Split) -> int:
         rows = problem.heads_q * layout.total_q
     # If modifications change scores, each log-sum-exp is a pair (scheduler/split_kv.cuh).
     numbers = problem.head_dim_v + (2 if problem.score and problem.score.changes_scores else 1)
-    return split.parts * rows * numbers * accumulator
+    return split.parts * rows * (numbers + statistics) * accumulator
 
 
 def combine_launches(problem: Problem, split: Split) -> tuple[Launch, ...]:

@@ -12,11 +12,12 @@ import numpy as np
 from cupy_flash.api.varlen import has_key_positions
 from cupy_flash.arrays.strided import kind_of
 from cupy_flash.calls.arguments import check_qkv, parts_of
-from cupy_flash.calls.options import Options, plain_options, with_offsets
-from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
+from cupy_flash.calls.options import Options, plain_options, with_offsets, with_statistics
+from cupy_flash.differentiable import DifferentiableCall, dense_call, returned, varlen_call
 from cupy_flash.jax.differentiable import (
     attention,
     require_constants,
+    results_of,
     static_of,
     without_gradient,
 )
@@ -41,6 +42,8 @@ def flash_attention(
     q_offset: Any = None,
     layout: str = "bshd",
     return_lse: bool = False,
+    return_max_logits: bool = False,
+    return_entropy: bool = False,
     family: str | None = None,
     tile: TileRequest = None,
     q_scale: Any | None = None,
@@ -56,8 +59,8 @@ def flash_attention(
 
     Parameters
     ----------
-    q, k, v, causal, softmax_scale, q_offset, layout, return_lse, q_scale, k_scale, v_scale,
-    out_dtype, **modifications
+    q, k, v, causal, softmax_scale, q_offset, layout, return_lse, return_max_logits,
+    return_entropy, q_scale, k_scale, v_scale, out_dtype, **modifications
         See `cupy_flash.flash_attention`. All arrays may be traced, and q_offset, too. dropout_seed
         may also be a key of `jax.random`, or an array of one integer.
     family, tile
@@ -66,7 +69,8 @@ def flash_attention(
     Returns
     -------
     out : array, shape (batch, seqlen_q, heads_q, head_dim_v)
-        Output. With return_lse, the pair (out, lse).
+        Output. With return_lse, return_max_logits or return_entropy, a tuple of out and the results
+        that these ask for. max_logits and entropy have no gradients.
 
     Raises
     ------
@@ -89,17 +93,19 @@ def flash_attention(
         modifications = with_words(modifications)
     arrays = {"q": q, "k": k, "v": v}
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    statistics = return_max_logits, return_entropy
     if out_dtype is not None or any(scale is not None for scale in scales.values()):
         options = Options(
             *("scaled", causal, softmax_scale, True, family, freeze_tile(tile), q_offset, layout),
             out_dtype=named_dtype(out_dtype),
         )
-        out, lse = _without_gradient(options, arrays | scales, modifications)
+        options = with_statistics(options, *statistics)
+        results = _without_gradient(options, arrays | scales, modifications)
     else:
         call, others = dense_call(causal, softmax_scale, q_offset, layout, modifications)
-        call = _with_options(call, family=family, tile=freeze_tile(tile))
-        out, lse = attention(call, (q, k, v, *others))
-    return (out, lse) if return_lse else out
+        call = _with_options(call, statistics, family=family, tile=freeze_tile(tile))
+        results = attention(call, (q, k, v, *others))
+    return returned(results, return_lse)
 
 
 def flash_attention_qkvpacked(
@@ -109,6 +115,8 @@ def flash_attention_qkvpacked(
     softmax_scale: float | None = None,
     q_offset: Any = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
+    return_entropy: bool = False,
     family: str | None = None,
     tile: TileRequest = None,
     **modifications: Unpack[Modifications],
@@ -119,7 +127,8 @@ def flash_attention_qkvpacked(
     ----------
     qkv : array, shape (batch, seqlen, 3, heads, head_dim)
         Queries, keys and values along the third-to-last axis, copied, because JAX has no views.
-    causal, softmax_scale, q_offset, return_lse, **modifications
+    causal, softmax_scale, q_offset, return_lse, return_max_logits, return_entropy,
+    **modifications
         See `cupy_flash.flash_attention_qkvpacked`.
     family, tile
         Kernel family and tile of the forward pass.
@@ -127,7 +136,8 @@ def flash_attention_qkvpacked(
     Returns
     -------
     out : array, shape (batch, seqlen, heads, head_dim)
-        Output. With return_lse, the pair (out, lse).
+        Output. With return_lse, return_max_logits or return_entropy, a tuple of out and the results
+        that these ask for. max_logits and entropy have no gradients.
 
     Raises
     ------
@@ -144,6 +154,8 @@ def flash_attention_qkvpacked(
         softmax_scale=softmax_scale,
         q_offset=q_offset,
         return_lse=return_lse,
+        return_max_logits=return_max_logits,
+        return_entropy=return_entropy,
         family=family,
         tile=tile,
         **modifications,
@@ -166,6 +178,8 @@ def flash_attention_varlen(
     k_scale: Any | None = None,
     v_scale: Any | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
+    return_entropy: bool = False,
     num_splits: int = 0,
     batch_invariant: bool = False,
     family: str | None = None,
@@ -177,8 +191,8 @@ def flash_attention_varlen(
     Parameters
     ----------
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale,
-    seqused_k, block_table, k_scale, v_scale, return_lse, num_splits, batch_invariant,
-    **modifications
+    seqused_k, block_table, k_scale, v_scale, return_lse, return_max_logits, return_entropy,
+    num_splits, batch_invariant, **modifications
         See `cupy_flash.flash_attention_varlen`. All arrays may be traced. Calls with a block_table
         or on 8-bit keys have no gradients.
     family, tile
@@ -187,7 +201,8 @@ def flash_attention_varlen(
     Returns
     -------
     out : array, shape (total_q, heads_q, head_dim_v)
-        Output. With return_lse, the pair (out, lse).
+        Output. With return_lse, return_max_logits or return_entropy, a tuple of out and the results
+        that these ask for. max_logits and entropy have no gradients.
 
     Raises
     ------
@@ -207,32 +222,36 @@ def flash_attention_varlen(
         "num_splits": num_splits,
         "batch_invariant": batch_invariant,
     }
+    statistics = return_max_logits, return_entropy
     more = {"block_table": block_table, "k_scale": k_scale, "v_scale": v_scale}
     if any(array is not None for array in more.values()):
         options = Options("varlen", causal, softmax_scale, True, **forward, **sizes)
+        options = with_statistics(options, *statistics)
         arrays = {"q": q, "k": k, "v": v, **lengths, **more}
-        out, lse = _without_gradient(options, arrays, modifications)
+        results = _without_gradient(options, arrays, modifications)
     else:
         call, others = varlen_call(
             *(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k),
             *(causal, softmax_scale, modifications),
         )
-        out, lse = attention(_with_options(call, **forward), (q, k, v, *others))
-    return (out, lse) if return_lse else out
+        results = attention(_with_options(call, statistics, **forward), (q, k, v, *others))
+    return returned(results, return_lse)
 
 
-def _with_options(call: DifferentiableCall, **forward: Any) -> DifferentiableCall:
-    """Return a call with options of the forward pass."""
-    if not any(forward.values()):
-        return call
-    options = plain_options(call.options._replace(**forward))
+def _with_options(
+    call: DifferentiableCall, statistics: tuple[Any, Any], **forward: Any
+) -> DifferentiableCall:
+    """Return a call with options of the forward pass; `statistics` are those of row statistics."""
+    options = call.with_statistics(*statistics).options
+    if any(forward.values()):
+        options = plain_options(options._replace(**forward))
     return call._replace(options=options, without_lse=options._replace(return_lse=False))
 
 
 def _without_gradient(
     options: Options, arrays: dict[str, Any], modifications: Any
-) -> tuple[Any, Any]:
-    """Return out and lse of a call on 8-bit arrays or on pages."""
+) -> tuple[Any, ...]:
+    """Return out, lse and row statistics of a call on 8-bit arrays or on pages."""
     options, modifications = with_offsets(options, modifications)
     static, operands = static_of(plain_options(options), arrays, modifications)
     made = without_gradient(
@@ -240,4 +259,4 @@ def _without_gradient(
         "attention on 8-bit arrays, or with a block_table, is differentiated by JAX, but has no "
         "gradient",
     )
-    return made["out"], made["lse"]
+    return results_of(made, static.options)

@@ -35,13 +35,14 @@ _GRADIENTS = ("dout", "dlse")
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 
 
-def attention(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Return out and lse of a call, differentiable by JAX.
+def attention(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return out, lse and row statistics of a call; out and lse are differentiable by JAX.
 
     Raises
     ------
     TypeError
-        If an argument other than q, k, v, bias and sinks is differentiated.
+        If an argument other than q, k, v, bias and sinks is differentiated, or a statistic is, and
+        in forward mode if the call returns statistics.
     NotImplementedError
         If a bias or sinks have a tangent in forward mode or a second derivative, if a call of
         packed sequences has one of these, and for a third derivative.
@@ -50,7 +51,7 @@ def attention(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, A
     call = _with_arrays(call.with_functions_kept(), lambda _, array: unshared(array))
     constants = {n: x for n, x in call.constants.items() if isinstance(x, jax.Array)}
     given = with_common_axes((*inputs, *constants.values()))
-    result: tuple[Any, Any] = _Differentiated(call, tuple(constants)).function(*given)
+    result: tuple[Any, ...] = _Differentiated(call, tuple(constants)).function(*given)
     return result
 
 
@@ -72,15 +73,15 @@ class _Differentiated:
         self._may_compute = DROPOUT_SEED not in constants
         self.function = differentiable(self._run, self._tangents)
 
-    def _run(self, *arrays: Any) -> tuple[Any, Any]:
-        """Return out and lse."""
+    def _run(self, *arrays: Any) -> tuple[Any, ...]:
+        """Return out, lse and row statistics."""
         named = dict(zip(self._names, arrays, strict=True))
         call, inputs = self._given(named)
         if self._are_computed(arrays):
-            results: tuple[Any, Any] = _computed(call, inputs, lambda call, x: call.run(x))
+            results: tuple[Any, ...] = _computed(call, inputs, lambda call, x: call.run(x))
             return results
         made = _traced(call, dict(zip(call.names, inputs, strict=True)), call.options)
-        return made["out"], made["lse"]
+        return results_of(made, call.options)
 
     def _given(self, arrays: dict[str, Any]) -> tuple[DifferentiableCall, tuple[Any, ...]]:
         """Return the call with the constants that are given, and its inputs."""
@@ -98,34 +99,50 @@ class _Differentiated:
             require_gradient(name)
         arrays = dict(zip(self._names, map(unshared, primals), strict=True))
         results = self.function(*arrays.values())
-        arrays |= zip(_RESULTS, results, strict=True)
+        out, lse, *of_rows = results
+        arrays |= zip(_RESULTS, (out, lse), strict=True)
+        statistics = dict(zip(self._call.options.statistics, of_rows, strict=True))
         # Other arrays are constants of the operation, and those of NumPy stay what they are.
         operands = {name: x for name, x in arrays.items() if isinstance(x, jax.Array)}
 
+        def given(residuals: dict[str, Any]) -> dict[str, Any]:
+            return arrays | {n: x for n, x in residuals.items() if n not in statistics}
+
         def push(residuals: dict[str, Any], tangents: dict[str, Any]) -> tuple[Any, ...]:
+            for name in statistics:
+                raise TypeError(f"{name} has no tangent in cupy_flash.jax; do not request it")
             self._require_dense(tangents, "tangent")
-            return self._pushed(arrays | residuals, tangents)
+            return self._pushed(given(residuals), tangents)
 
         def pull(residuals: dict[str, Any], gradients: Sequence[Any]) -> dict[str, Any]:
+            dout, dlse, *others = gradients
+            for name, gradient in zip(statistics, others, strict=True):
+                if gradient is not None:
+                    raise TypeError(
+                        f"{name} is differentiated by JAX, but has no gradient; pass it through "
+                        "jax.lax.stop_gradient"
+                    )
             wrt = tuple(tangents)
-            return dict(zip(wrt, self._pulled(arrays | residuals, gradients, wrt), strict=True))
+            found = self._pulled(given(residuals), (dout, dlse), wrt)
+            return dict(zip(wrt, found, strict=True))
 
         def moved(
             residuals: dict[str, Any], tangents: dict[str, Any], moved: dict[str, Any]
         ) -> tuple[Any, ...]:
+            for name in statistics:
+                raise TypeError(f"a call that returns {name} has no second derivative")
             moved = {name: x for name, x in moved.items() if name not in _RESULTS}
             self._require_dense(moved, "second derivative")
-            given = residuals | {f"{name}_tangent": x for name, x in tangents.items()}
-            return linear(
-                Linear(_refuse_tangent, pull_moved, _refuse_third), given, moved, _RESULTS
-            )
+            both = residuals | {f"{name}_tangent": x for name, x in tangents.items()}
+            return linear(Linear(_refuse_tangent, pull_moved, _refuse_third), both, moved, _RESULTS)
 
         def pull_moved(residuals: dict[str, Any], gradients: Sequence[Any]) -> dict[str, Any]:
             dout, dlse = gradients
-            given = _with_gradients(arrays | residuals, dout, dlse)
-            return dict(zip(ROWS, self._products(given, {}, ROWS), strict=True))
+            both = _with_gradients(arrays | residuals, dout, dlse)
+            return dict(zip(ROWS, self._products(both, {}, ROWS), strict=True))
 
-        return results, linear(Linear(push, pull, moved), operands, tangents, _RESULTS)
+        like = (*_RESULTS, *statistics)
+        return results, linear(Linear(push, pull, moved), operands | statistics, tangents, like)
 
     def _pushed(self, arrays: dict[str, Any], tangents: dict[str, Any]) -> tuple[Any, ...]:
         """Return the tangents of out and lse of a dense call."""
@@ -249,6 +266,11 @@ def _refuse_tangent(*_: Any) -> Any:
 
 def _refuse_third(*_: Any) -> Any:
     raise NotImplementedError("attention has no third derivatives in cupy_flash.jax")
+
+
+def results_of(made: Mapping[str, Any], options: Any) -> tuple[Any, ...]:
+    """Return out, lse and row statistics of a traced call, given its results by name."""
+    return tuple(made[name] for name in (*_RESULTS, *options.statistics))
 
 
 def without_gradient(static: StaticCall, operands: tuple[Any, ...], why: str) -> dict[str, Any]:

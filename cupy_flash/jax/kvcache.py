@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from cupy_flash.calls.arguments import given_lengths
-from cupy_flash.calls.options import Options, plain_options
+from cupy_flash.calls.options import Options, plain_options, with_statistics
 from cupy_flash.jax.differentiable import require_constants, static_of, without_gradient
 from cupy_flash.problem.tile import TileRequest, freeze_tile
 
@@ -64,10 +64,12 @@ def flash_attention_with_kvcache(
     softmax_scale: float | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
+    return_max_logits: bool = False,
+    return_entropy: bool = False,
     family: str | None = None,
     tile: TileRequest = None,
     **modifications: Unpack[CacheModifications],
-) -> DecodingStep:
+) -> Any:
     """Compute `cupy_flash.flash_attention_with_kvcache` of JAX arrays, and return the caches.
 
     JAX arrays are immutable, so the caches with the new rows are results. If the function that
@@ -78,7 +80,8 @@ def flash_attention_with_kvcache(
     ----------
     q, k_cache, v_cache, k, v, cache_seqlens, cu_seqlens_k_new, cache_batch_idx, block_table,
     rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens, k_scale, v_scale, compute_scales,
-    head_dim_v, causal, softmax_scale, num_splits, batch_invariant, family, tile, **modifications
+    head_dim_v, causal, softmax_scale, num_splits, batch_invariant, return_max_logits,
+    return_entropy, family, tile, **modifications
         See `cupy_flash.flash_attention_with_kvcache`. All arrays may be traced. One integer for all
         sequences, `cache_seqlens`, may be traced, too.
 
@@ -86,6 +89,9 @@ def flash_attention_with_kvcache(
     -------
     DecodingStep
         Named tuple of out, lse, and the caches and scales after the call.
+    max_logits, entropy : arrays, shape (batch, heads_q, seqlen_q)
+        Row statistics, see `cupy_flash.flash_attention`, each only if requested. The result is then
+        a tuple of the decoding step and these arrays.
 
     Raises
     ------
@@ -106,6 +112,7 @@ def flash_attention_with_kvcache(
             head_dim_v=head_dim_v,
         )
     )
+    options = with_statistics(options, return_max_logits, return_entropy)
     keys, lengths = given_lengths(cache_seqlens)
     if getattr(lengths, "ndim", None) == 0:
         lengths = jnp.broadcast_to(lengths, (q.shape[0],))
@@ -125,4 +132,6 @@ def flash_attention_with_kvcache(
     )
     caches = {"k_cache": k_cache, "v_cache": v_cache, "k_scale": k_scale, "v_scale": v_scale}
     after = {name: made.get(name, x) for name, x in caches.items()}
-    return DecodingStep(made["out"], made["lse"], **jax.tree.map(jnp.asarray, after))
+    step = DecodingStep(made["out"], made["lse"], **jax.tree.map(jnp.asarray, after))
+    statistics = tuple(made[name] for name in options.statistics)
+    return (step, *statistics) if statistics else step

@@ -42,8 +42,9 @@ def _forward(static: StaticCall, given: dict[str, Any], results: dict[str, Any])
     options = static.options._replace(return_lse=True)
     if options.kind == "scaled":
         options = options._replace(out_dtype=None)
-    _, lse = dispatch.attention(record, options, _BACKEND, static.keys, modifications)
-    results["lse"][...] = lse
+    _, *rows = dispatch.attention(record, options, _BACKEND, static.keys, modifications)
+    for name, row in zip(("lse", *options.statistics), rows, strict=True):
+        results[name][...] = row
 
 
 def _backward(static: StaticCall, given: dict[str, Any], results: dict[str, Any]) -> None:

@@ -332,8 +332,9 @@ def _launch(
         of_gradients = backward.Placed(results, [*made[: prepared.result_count], scratch])
         call.run(arguments, addresses, 0, user_mods, stream, of_gradients)
     else:
-        out, lse, *_ = made
-        placed = forward.Placed((results[0], results[1]), (out, lse), scratch)
+        # Updated caches follow out, lse and row statistics.
+        count = 2 + len(call.statistics)
+        placed = forward.Placed(results[:count], made[:count], scratch)
         call.run(arguments, addresses, prepared.keys, user_mods, stream, placed)
 
 

@@ -16,6 +16,7 @@ from cupy_flash.jax.static_call import StaticCall, function_of
 from cupy_flash.mods.ir.compose import varies
 from cupy_flash.mods.keywords import DROPOUT_SEED
 from cupy_flash.problem.gradient import ROWS, TANGENTS
+from cupy_flash.problem.problem import STATISTICS
 
 # Roles of axes that may be divided: sequences, and query and KV heads.
 BATCH, HEADS = "b", "h"
@@ -33,7 +34,7 @@ _TRAILING: dict[str, _Roles] = {
     "sinks": (HEADS,),
 }
 _ROW_ARRAYS = (*ROWS, *TANGENTS, "out", "dout", "dout_tangent", "k_cache", "v_cache")
-_LSE_ARRAYS = ("lse", "dlse", "dlse_tangent")
+_LSE_ARRAYS = ("lse", "dlse", "dlse_tangent", *STATISTICS)
 
 
 def partitioned(

@@ -28,6 +28,7 @@ from cupy_flash.mods.base import Modification
 from cupy_flash.mods.keywords import DROPOUT_SEED, MODS
 from cupy_flash.problem.arrays import FLOAT8, FLOAT8_OUTPUTS
 from cupy_flash.problem.gradient import ROWS, TANGENTS
+from cupy_flash.problem.problem import STATISTICS
 from cupy_flash.problem.tile import Tile
 
 # Operands of tangents in addition to those of the forward call.
@@ -95,7 +96,9 @@ class StaticCall(NamedTuple):
     @property
     def results(self) -> tuple[str, ...]:
         """Names of the results without the workspace."""
-        return self.options.wrt if self.options.wrt is not None else ("out", "lse", *self.appended)
+        if self.options.wrt is not None:
+            return self.options.wrt
+        return ("out", "lse", *self.options.statistics, *self.appended)
 
     def record(self, arrays: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return the record of these operands, and the modifications that are arrays or numbers.
@@ -150,7 +153,7 @@ class StaticCall(NamedTuple):
         return shapes if self.scratch is None else [*shapes, ((self.scratch,), np.dtype(np.uint8))]
 
     def _result(self, name: str, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], Any]:
-        if name not in ("out", "lse"):
+        if name not in ("out", "lse", *STATISTICS):
             return given[name].shape, given[name].dtype
         q, options = given["q"], self.options
         if name == "out":

@@ -42,6 +42,12 @@ HUGE_SCALE = 2.0**16
 # type of the scores.
 _LARGEST_SCALE = {"float32": 2.0**127, "float64": 2.0**1023}
 
+# Statistics of query rows that a forward call can return, each an array of the shape and dtype of
+# lse: the largest score of a row, and the entropy of its weights.
+STATISTICS = ("max_logits", "entropy")
+# Statistics of a row that attends to no key.
+EMPTY_ROW = {"max_logits": -math.inf, "entropy": 0.0}
+
 # Largest number of KV splits: more thread blocks than any GPU runs at once.
 MAX_SPLITS = 2**16 - 1
 
@@ -86,6 +92,8 @@ class Problem:
     moves
         Names of the inputs among q, k and v whose tangents a call is given that computes the
         tangent of out. Its problem has the tensors of these tangents and out_tangent as well.
+    statistics
+        Names of the row statistics that a forward call returns, in the order of `STATISTICS`.
     """
 
     dtype: str
@@ -107,6 +115,7 @@ class Problem:
     shares_gpu: bool = False
     gradient: GradientSpec | None = None
     moves: tuple[str, ...] = ()
+    statistics: tuple[str, ...] = ()
 
     @property
     def gradient_spec(self) -> GradientSpec:

@@ -12,8 +12,9 @@ return arrays of that type.
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -64,6 +65,8 @@ def attention_reference(
     q_offset: Any = None,
     layout: str = "bshd",
     return_lse: bool = False,
+    return_max_logits: bool = False,
+    return_entropy: bool = False,
     q_scale: Any | None = None,
     k_scale: Any | None = None,
     v_scale: Any | None = None,
@@ -100,6 +103,8 @@ def attention_reference(
         Order of the axes of q, k, v and out; "bhsd" is (batch, heads, seqlen, head_dim).
     return_lse : bool
         Whether to return the log-sum-exp of the scaled scores of each query row, too.
+    return_max_logits, return_entropy : bool
+        Whether to return the largest score of each query row, and the entropy of its weights, too.
     q_scale, k_scale, v_scale : number or float32 array, optional
         Factors that q, k and v are multiplied by. They broadcast to (batch, 1, heads).
     stream : stream, optional
@@ -113,6 +118,11 @@ def attention_reference(
         Output, in the layout of the inputs.
     lse : float64 array, shape (batch, heads_q, seqlen_q)
         Log-sum-exp, natural logarithm; only with ``return_lse``.
+    max_logits : float64 array, shape (batch, heads_q, seqlen_q)
+        Largest scores over the keys; only with ``return_max_logits``. See
+        `cupy_flash.flash_attention`.
+    entropy : float64 array, shape (batch, heads_q, seqlen_q)
+        Entropies of the weights; only with ``return_entropy``.
 
     Raises
     ------
@@ -139,15 +149,34 @@ def attention_reference(
         batch = q.shape[:-3]
         q, k, v = as_bhsd(q, k, v, layout)
         q, k, v = scaled((q, k, v), (q_scale, k_scale, v_scale), np.float64)
-        out, lse = formula(
+        result = formula(
             *(q, k, v),
             causal=causal,
             softmax_scale=softmax_scale,
             q_offset=q_offset,
             bound_mods=fitting_modifications(others, q, sizes_of(q, k), causal=causal),
+            with_entropy=return_entropy,
         )
-        out = convert(from_bhsd(out, layout, batch))
-        return (out, convert(lse.reshape(*batch, *lse.shape[1:]))) if return_lse else out
+        out = convert(from_bhsd(result.out, layout, batch))
+        rows = result.requested(return_lse, return_max_logits, return_entropy)
+        results = (out, *(convert(x.reshape(*batch, *x.shape[1:])) for x in rows))
+        return results if rows else out
+
+
+class FormulaResult(NamedTuple):
+    """Result of :func:`formula`; all arrays but `out` have the shape (batch, heads, seqlen_q).
+
+    `entropy` is None if it was not requested.
+    """
+
+    out: Any
+    lse: Any
+    max_logits: Any
+    entropy: Any
+
+    def requested(self, lse: bool, max_logits: bool, entropy: bool) -> tuple[Any, ...]:
+        """Return the results per row that a call asks for."""
+        return tuple(itertools.compress(self[1:], (lse, max_logits, entropy)))
 
 
 def formula(
@@ -160,13 +189,16 @@ def formula(
     q_offset: int | None = None,
     bound_mods: BoundModifications,
     sequence: Pairs = FIRST_PAIR,
-) -> tuple[Any, Any]:
+    with_entropy: bool = False,
+) -> FormulaResult:
     """Compute `attention_reference` of (batch, heads, seqlen, dim) arrays, read and checked.
 
     Parameters
     ----------
     sequence
         Index of the first sequence, and its first rows in packed arrays.
+    with_entropy
+        Whether to compute entropies, which takes time and memory.
     """
     xp = array_module(q)
     batch, heads_q, seqlen_q, _ = q.shape
@@ -175,18 +207,29 @@ def formula(
     out = xp.zeros((batch, heads_q, seqlen_q, v.shape[3]), np.float64)
     lse = xp.empty((batch, heads_q, seqlen_q), np.float64)
     lse[...] = sinks[:, None]
+    max_logits = xp.full_like(lse, -np.inf)
+    entropy = xp.zeros_like(lse) if with_entropy else None
     for rows in chunks_of_rows(xp, q, k, visible, bound_mods, sequence):
         if rows.end == 0:
             continue
         with np.errstate(all="ignore"):
             scores = rows.softmax_scores(q, k, scale, bound_mods, xp)
+            row_max = scores.max(axis=-1)
             row_lse, row_sum, empty = softmax_terms(xp, scores, sinks[rows.head])
+            if entropy is not None:
+                rows.queries(entropy)[...] = entropy_of(xp, scores / row_sum)
             scores *= factors(bound_mods.dropout, rows.pairs, scores.dtype, xp)
             result = xp.matmul(scores, rows.keys(v).astype(np.float64)) / row_sum
         result[empty] = 0
         rows.queries(out)[...] = result
         rows.queries(lse)[...] = row_lse
-    return out, lse
+        rows.queries(max_logits)[...] = xp.where(xp.isnan(row_lse), np.nan, row_max)
+    return FormulaResult(out, lse, max_logits, entropy)
+
+
+def entropy_of(xp: Any, weights: Any) -> Any:
+    """Return -sum(w * log(w)) over the last axis; a weight of 0 adds nothing."""
+    return -xp.where(weights == 0, 0, weights * xp.log(weights)).sum(axis=-1)
 
 
 def attention_naive(

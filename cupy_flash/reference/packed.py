@@ -22,7 +22,7 @@ from cupy_flash.mods.on_arrays.scores import FIRST_PAIR, Pairs
 from cupy_flash.mods.shapes import Sizes, refuse_other_lengths
 from cupy_flash.opaque import opaque
 from cupy_flash.problem.arrays import LARGEST_QUANTIZED
-from cupy_flash.reference.dense import formula
+from cupy_flash.reference.dense import FormulaResult, formula
 from cupy_flash.reference.eight_bits import (
     as_bytes,
     dequantized,
@@ -85,9 +85,11 @@ def attention_varlen_reference(
     block_table: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    return_max_logits: bool = False,
+    return_entropy: bool = False,
     stream: Any | None = None,
     **modifications: Unpack[PackedModifications],
-) -> tuple[Any, Any]:
+) -> tuple[Any, ...]:
     """Compute attention on consecutively packed sequences, in float64 by the plain formula.
 
     Parameters
@@ -117,6 +119,8 @@ def attention_varlen_reference(
     k_scale, v_scale : numbers or float32 arrays, optional
         Scales of 8-bit keys and values, broadcast to (total_k, heads_kv) or (pages, page_size,
         heads_kv).
+    return_max_logits, return_entropy : bool
+        Whether to return the largest score of each query row, and the entropy of its weights, too.
     stream : stream, optional
         Stream to run on instead of the current one, see `cupy_flash.flash_attention`.
     **modifications
@@ -128,6 +132,8 @@ def attention_varlen_reference(
         Output. Rows that belong to no sequence are 0.
     lse : float64 array, shape (heads_q, total_q)
         Log-sum-exp, natural logarithm. It is -inf in rows that belong to no sequence.
+    max_logits, entropy : float64 arrays, shape (heads_q, total_q)
+        Row statistics, see `cupy_flash.flash_attention_varlen`; each only if requested.
 
     Notes
     -----
@@ -145,6 +151,7 @@ def attention_varlen_reference(
         xp = array_module(q)
         out = xp.zeros((*q.shape[:2], v.shape[-1]), np.float64)
         lse = xp.full((q.shape[1], q.shape[0]), -np.inf, np.float64)
+        max_logits, entropy = lse.copy(), xp.zeros_like(lse) if return_entropy else None
         bound_mods = packed_modifications(
             modifications, q, cu_seqlens_q, max_seqlen_q, max_seqlen_k, causal=causal
         )
@@ -162,10 +169,15 @@ def attention_varlen_reference(
             )
             k_own, v_own = (_standing_for(x, scale, places[keys]) for x, scale in stored)
             one = q[rows], k_own, v_own
-            out[rows], lse[:, rows] = _sequence_result(
-                *one, causal, softmax_scale, bound_mods, sequence
+            one_result = _sequence_result(
+                *one, causal, softmax_scale, bound_mods, sequence, return_entropy
             )
-        return convert(out), convert(lse)
+            out[rows], lse[:, rows], max_logits[:, rows], of_entropy = one_result
+            if entropy is not None:
+                entropy[:, rows] = of_entropy
+        result = FormulaResult(out, lse, max_logits, entropy)
+        requested = result.requested(True, return_max_logits, return_entropy)
+        return tuple(map(convert, (out, *requested)))
 
 
 def packed_modifications(
@@ -237,9 +249,11 @@ def attention_with_kvcache_reference(
     compute_scales: bool = False,
     causal: bool = False,
     softmax_scale: float | None = None,
+    return_max_logits: bool = False,
+    return_entropy: bool = False,
     stream: Any | None = None,
     **modifications: Unpack[CacheModifications],
-) -> KVCacheResult:
+) -> Any:
     """Compute attention to a KV cache after appending to it, in float64 by the plain formula.
 
     Parameters
@@ -280,6 +294,8 @@ def attention_with_kvcache_reference(
         ``seqlen_k`` is the length after the append.
     softmax_scale : float, optional
         Factor on the scores, by default ``1 / sqrt(head_dim)``.
+    return_max_logits, return_entropy : bool
+        Whether to return the largest score of each query row, and the entropy of its weights, too.
     stream : stream, optional
         Stream to run on instead of the current one, see `cupy_flash.flash_attention`.
     **modifications
@@ -289,6 +305,8 @@ def attention_with_kvcache_reference(
     -------
     KVCacheResult
         Output, log-sum-exp and new caches. The arguments are not written.
+    max_logits, entropy : float64 arrays, shape (batch, heads_q, seqlen_q)
+        Row statistics, see `cupy_flash.flash_attention`; each only if requested.
 
     Notes
     -----
@@ -358,7 +376,8 @@ def attention_with_kvcache_reference(
                 for p, begin, end, rows in zip(places, before, after, new, strict=True):
                     _append(cache, scale, p[begin:end], rows[: end - begin], compute_scales)
         out = xp.empty((batch, seqlen_q, heads_q, v_cache.shape[-1]), np.float64)
-        lse = xp.empty((batch, heads_q, seqlen_q), np.float64)
+        lse, max_logits = xp.empty((2, batch, heads_q, seqlen_q), np.float64)
+        entropy = xp.empty_like(lse) if return_entropy else None
         refuse_other_lengths(modifications.get, "kvcache")
         changes = refuse_dropout(modifications, "calls on KV caches")
         capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
@@ -368,9 +387,16 @@ def attention_with_kvcache_reference(
             own = places[b][: after[b]]
             one = q[b], _standing_for(k_cache, k_scale, own), _standing_for(v_cache, v_scale, own)
             sequence = FIRST_PAIR._replace(b=b)
-            out[b], lse[b] = _sequence_result(*one, causal, softmax_scale, bound_mods, sequence)
+            out[b], lse[b], max_logits[b], of_entropy = _sequence_result(
+                *one, causal, softmax_scale, bound_mods, sequence, return_entropy
+            )
+            if entropy is not None:
+                entropy[b] = of_entropy
         scales = (None if x is None else convert(x) for x in (k_scale, v_scale))
-        return KVCacheResult(*map(convert, (out, lse, k_cache, v_cache)), *scales)
+        result = KVCacheResult(*map(convert, (out, lse, k_cache, v_cache)), *scales)
+        of_rows = FormulaResult(out, lse, max_logits, entropy)
+        statistics = of_rows.requested(False, return_max_logits, return_entropy)
+        return (result, *map(convert, statistics)) if statistics else result
 
 
 def _of_sequences(new: Any, cu_seqlens_k_new: Any) -> list[Any]:
@@ -424,13 +450,16 @@ def _sequence_result(
     softmax_scale: float | None,
     bound_mods: BoundModifications,
     sequence: Pairs,
-) -> tuple[Any, Any]:
-    """Return the output and lse of one sequence, whose arrays are (seqlen, heads, dim)."""
-    out, lse = formula(
+    with_entropy: bool,
+) -> FormulaResult:
+    """Return the results of one sequence, whose arrays are (seqlen, heads, dim)."""
+    result = formula(
         *(x[None].swapaxes(1, 2) for x in (q, k, v)),
         causal=causal,
         softmax_scale=softmax_scale,
         bound_mods=bound_mods,
         sequence=sequence,
+        with_entropy=with_entropy,
     )
-    return out[0].swapaxes(0, 1), lse[0]
+    of_rows = (None if x is None else x[0] for x in result[1:])
+    return FormulaResult(result.out[0].swapaxes(0, 1), *of_rows)

@@ -18,13 +18,17 @@ from cupy_flash.calls.scaled_dot_product import (
     reshaped,
     shapes_of,
 )
-from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
+from cupy_flash.differentiable import DifferentiableCall, dense_call, returned, varlen_call
 from cupy_flash.mods.keywords import DROPOUT_P, with_offsets
 from cupy_flash.torch import transforms
 from cupy_flash.torch.autocast import autocast_is_enabled, cast_arguments, cast_tensor
 from cupy_flash.torch.distributed import require_local, waited_for
 from cupy_flash.torch.dropout import with_seed
-from cupy_flash.torch.functions import FlashAttention, FlashAttentionWithLse
+from cupy_flash.torch.functions import (
+    FlashAttention,
+    FlashAttentionWithLse,
+    FlashAttentionWithStatistics,
+)
 from cupy_flash.torch.graphs import are_tensors, is_plain, outside_graph
 from cupy_flash.torch.modifications import fits_graph, is_integer, packed
 from cupy_flash.torch.nested import longest_shape, packed_call, unbound
@@ -48,6 +52,8 @@ def flash_attention(
     q_offset: Any = None,
     layout: str = "bshd",
     return_lse: bool = False,
+    return_max_logits: bool = False,
+    return_entropy: bool = False,
     **modifications: Unpack[Modifications],
 ) -> Any:
     """Compute `cupy_flash.flash_attention` of tensors, differentiable by autograd.
@@ -57,7 +63,8 @@ def flash_attention(
 
     Parameters
     ----------
-    q, k, v, causal, softmax_scale, q_offset, layout, return_lse, **modifications
+    q, k, v, causal, softmax_scale, q_offset, layout, return_lse, return_max_logits,
+    return_entropy, **modifications
         See `cupy_flash.flash_attention`. q, k and v may be nested tensors with the jagged layout,
         whose seqlen is ragged; a bias, a mask, a tree_mask and seqlens_k then raise ValueError.
         dropout_seed may be missing: each call then draws one from PyTorch's default generator, see
@@ -66,7 +73,9 @@ def flash_attention(
     Returns
     -------
     out : Tensor, shape (batch, seqlen_q, heads_q, head_dim_v)
-        Output. With return_lse, the pair (out, lse). Both are nested tensors if q is.
+        Output. With return_lse, return_max_logits or return_entropy, a tuple of out and the results
+        that these ask for. All are nested tensors if q is. max_logits and entropy have no
+        gradients.
 
     Raises
     ------
@@ -74,9 +83,10 @@ def flash_attention(
         See `cupy_flash.flash_attention` and, for the backward pass,
         `cupy_flash.flash_attention_backward`.
     NotImplementedError
-        If another tensor than q, k and v of a dense call has a forward-mode tangent or a second
-        derivative, inside torch.func.functionalize and torch.jit.trace, and if a second derivative
-        is differentiated.
+        If another tensor than q, k and v of a call has a forward-mode tangent, or another tensor
+        than those of a dense call a second derivative; inside torch.func.functionalize and
+        torch.jit.trace; and if a second derivative is differentiated. With return_max_logits or
+        return_entropy, inside any torch.func transform.
     RuntimeError
         In the backward pass, if a tensor of the call has been overwritten.
     """
@@ -87,6 +97,7 @@ def flash_attention(
     if torch.compiler.is_compiling():
         offset, modified = with_offsets(q_offset, modifications)
         plain = is_plain(causal, softmax_scale, layout) and (offset is None or is_integer(offset))
+        plain = plain and not (return_max_logits or return_entropy)
         if plain and are_tensors(q, k, v) and fits_graph(modified):
             heads = q.shape[-2 if layout == "bshd" else -3]
             arguments = (*packed(modified, q, heads), causal, softmax_scale, offset, layout)
@@ -99,9 +110,12 @@ def flash_attention(
             q_offset=q_offset,
             layout=layout,
             return_lse=return_lse,
+            return_max_logits=return_max_logits,
+            return_entropy=return_entropy,
             **modifications,
         )
     call, others = dense_call(causal, softmax_scale, q_offset, layout, modifications)
+    call = call.with_statistics(return_max_logits, return_entropy)
     return _run(call, (q, k, v, *others), return_lse)
 
 
@@ -112,6 +126,8 @@ def flash_attention_qkvpacked(
     softmax_scale: float | None = None,
     q_offset: Any = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
+    return_entropy: bool = False,
     **modifications: Unpack[Modifications],
 ) -> Any:
     """Compute `cupy_flash.flash_attention_qkvpacked` of a tensor, differentiable by autograd.
@@ -121,13 +137,15 @@ def flash_attention_qkvpacked(
     qkv : Tensor, shape (batch, seqlen, 3, heads, head_dim)
         Queries, keys and values along the third-to-last axis. It may be a nested tensor with the
         jagged layout.
-    causal, softmax_scale, q_offset, return_lse, **modifications
+    causal, softmax_scale, q_offset, return_lse, return_max_logits, return_entropy,
+    **modifications
         See `cupy_flash.flash_attention_qkvpacked`.
 
     Returns
     -------
     out : Tensor, shape (batch, seqlen, heads, head_dim)
-        Output. With return_lse, the pair (out, lse). Both are nested tensors if qkv is.
+        Output. With return_lse, return_max_logits or return_entropy, a tuple of out and the results
+        that these ask for. All are nested tensors if qkv is.
 
     Raises
     ------
@@ -145,6 +163,8 @@ def flash_attention_qkvpacked(
         softmax_scale=softmax_scale,
         q_offset=q_offset,
         return_lse=return_lse,
+        return_max_logits=return_max_logits,
+        return_entropy=return_entropy,
         **modifications,
     )
 
@@ -162,6 +182,8 @@ def flash_attention_varlen(
     softmax_scale: float | None = None,
     seqused_k: Tensor | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
+    return_entropy: bool = False,
     **modifications: Unpack[PackedModifications],
 ) -> Any:
     """Compute `cupy_flash.flash_attention_varlen` of tensors, differentiable by autograd.
@@ -169,13 +191,14 @@ def flash_attention_varlen(
     Parameters
     ----------
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale,
-    seqused_k, return_lse, **modifications
+    seqused_k, return_lse, return_max_logits, return_entropy, **modifications
         See `cupy_flash.flash_attention_varlen`.
 
     Returns
     -------
     out : Tensor, shape (total_q, heads_q, head_dim_v)
-        Output. With return_lse, the pair (out, lse).
+        Output. With return_lse, return_max_logits or return_entropy, a tuple of out and the results
+        that these ask for. max_logits and entropy have no gradients.
 
     Raises
     ------
@@ -190,6 +213,7 @@ def flash_attention_varlen(
     if torch.compiler.is_compiling():
         tensors, most = (q, k, v, cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
         plain = is_plain(causal, softmax_scale) and all(is_integer(x) for x in most)
+        plain = plain and not (return_max_logits or return_entropy)
         if plain and are_tensors(*tensors, optional=(seqused_k,)) and fits_graph(modifications):
             arguments = (*packed(modifications, q, q.shape[1]), *lengths, causal, softmax_scale)
             out, lse = ATTENTION_VARLEN(q, k, v, *arguments)
@@ -200,9 +224,12 @@ def flash_attention_varlen(
             softmax_scale=softmax_scale,
             seqused_k=seqused_k,
             return_lse=return_lse,
+            return_max_logits=return_max_logits,
+            return_entropy=return_entropy,
             **modifications,
         )
     call, others = varlen_call(*lengths, causal, softmax_scale, modifications)
+    call = call.with_statistics(return_max_logits, return_entropy)
     return _run(call, (q, k, v, *others), return_lse)
 
 
@@ -292,8 +319,16 @@ def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) ->
             inputs = waited_for(inputs)
             if any(x.is_nested for x in inputs[:3]) and call.options.kind == "dense":
                 packed = packed_call(call, inputs)
-                return packed.nested(_run(packed.call, packed.inputs, return_lse), return_lse)
+                options = call.options
+                packed = packed._replace(
+                    call=packed.call.with_statistics(
+                        options.return_max_logits, options.return_entropy
+                    )
+                )
+                return packed.nested(_run(packed.call, packed.inputs, return_lse))
             break
+    if call.options.statistics:
+        return returned(_with_statistics(call, inputs), return_lse)
     if may_be_transformed():
         if transforms.are_active():
             return transforms.attention(call, inputs, return_lse)
@@ -317,6 +352,27 @@ def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) ->
             results, _ = made
             return results if return_lse else results[0]
     return call.run(inputs, return_lse=return_lse)
+
+
+def _with_statistics(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return out, lse and row statistics of a call; the statistics have no gradient."""
+    if may_be_transformed():
+        if transforms.are_active() or transforms.have_tangents(inputs):
+            raise NotImplementedError(
+                f"{', '.join(call.options.statistics)} of attention is not computed inside of "
+                "torch.func transforms and forward mode; call the function outside of them"
+            )
+        for name, tensor in zip(call.names, inputs, strict=True):
+            require_whole(name, tensor)
+    if torch.is_grad_enabled():
+        call, inputs = with_tracked(call, inputs)
+        if any(tensor.requires_grad for tensor in inputs):
+            results: tuple[Any, ...] = FlashAttentionWithStatistics.apply(
+                as_it_is_now(call), *inputs
+            )
+            return results
+    results = call.run(inputs)
+    return results
 
 
 def _require_tensors(names: tuple[str, ...], inputs: tuple[Any, ...]) -> None:

@@ -35,7 +35,7 @@ class FlashAttention(_Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(
-        ctx: Any, dout: Tensor | None, dlse: Tensor | None = None
+        ctx: Any, dout: Tensor | None, dlse: Tensor | None = None, *_: None
     ) -> tuple[Tensor | None, ...]:
         """Return None for `call`, and a gradient or None for each input."""
         saved = ctx.saved_tensors
@@ -54,8 +54,19 @@ class FlashAttentionWithLse(FlashAttention):
         return _saved(ctx, call, inputs)
 
 
+class FlashAttentionWithStatistics(FlashAttention):
+    """Autograd function of attention that returns out, lse and row statistics."""
+
+    @staticmethod
+    def forward(ctx: Any, call: DifferentiableCall, *inputs: Tensor) -> Any:
+        """Compute the results of a call, of which only out and lse have gradients."""
+        results = _saved(ctx, call, inputs)
+        ctx.mark_non_differentiable(*results[2:])
+        return results
+
+
 def _saved(ctx: Any, call: DifferentiableCall, inputs: tuple[Tensor, ...]) -> Any:
-    """Compute out and lse, and save what the backward pass needs."""
+    """Compute out, lse and row statistics, and save what the backward pass needs."""
     # Missing gradients stay None: an optimizer treats None and zero differently.
     ctx.set_materialize_grads(False)
     following = call.following_arrays
@@ -65,12 +76,13 @@ def _saved(ctx: Any, call: DifferentiableCall, inputs: tuple[Tensor, ...]) -> An
         ctx.call_and_record = call.with_functions_kept() if call.modifications else call, None
     else:
         results, result = made
-        ctx.call_and_record = call, torch_autograd.record(result, results)
+        ctx.call_and_record = call, torch_autograd.record(result, results[:2])
+    out_and_lse = results[:2]
     if not call.constants:
-        ctx.save_for_backward(*inputs, *results)
+        ctx.save_for_backward(*inputs, *out_and_lse)
     else:
         tensors = [x for x in call.constants.values() if isinstance(x, Tensor)]
-        ctx.save_for_backward(*inputs, *results, *tensors)
+        ctx.save_for_backward(*inputs, *out_and_lse, *tensors)
     if call.modifications:
         ctx.versions = captured_versions(call)
     return results

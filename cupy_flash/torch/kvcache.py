@@ -46,6 +46,8 @@ class CacheOptions(CacheModifications, total=False):
     softmax_scale: float | None
     num_splits: int
     return_lse: bool
+    return_max_logits: bool
+    return_entropy: bool
     out: Tensor | None
     batch_invariant: bool
     backend: str
@@ -77,7 +79,8 @@ def flash_attention_with_kvcache(
     """Compute `cupy_flash.flash_attention_with_kvcache` of tensors: append to a cache, and attend.
 
     In a graph of `torch.compile`, the call is one operator that writes the caches in place. It
-    breaks the graph with `backend`, `tile` or `stream`. The call has no gradient.
+    breaks the graph with `backend`, `tile`, `stream`, `return_max_logits` or `return_entropy`. The
+    call has no gradient.
 
     Parameters
     ----------
@@ -88,7 +91,8 @@ def flash_attention_with_kvcache(
     Returns
     -------
     out : Tensor, shape (batch, seqlen_q, heads_q, head_dim_v)
-        Output. With return_lse, the pair (out, lse).
+        Output. With return_lse, return_max_logits or return_entropy, a tuple of out and the results
+        that these ask for.
 
     Raises
     ------
@@ -184,6 +188,7 @@ def _fits_operator(arrays: tuple[Any, ...], cache_seqlens: Any, options: Mapping
         given["backend"] == "auto"
         and given["tile"] is None
         and given["stream"] is None
+        and not (given["return_max_logits"] or given["return_entropy"])
         and (family is None or isinstance(family, str))
         and (head_dim_v is None or is_integer(head_dim_v))
         # Without one of these, the size of the result is unknown.

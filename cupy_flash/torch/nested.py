@@ -36,12 +36,12 @@ class PackedCall(NamedTuple):
     like: Any
     layout: str
 
-    def nested(self, results: Any, return_lse: bool) -> Any:
-        """Return the results of the packed call as nested tensors."""
-        out, lse = results if return_lse else (results, None)
+    def nested(self, results: Any) -> Any:
+        """Return the results of the packed call, one or a tuple, as nested tensors."""
+        out, *rows = results if isinstance(results, tuple) else (results,)
         out = _nested(out, self.like, 1)
         out = out if self.layout == "bshd" else out.transpose(1, 2)
-        return out if lse is None else (out, _nested(lse, self.like, 2))
+        return (out, *(_nested(x, self.like, 2) for x in rows)) if rows else out
 
 
 def packed_call(call: DifferentiableCall, inputs: tuple[Any, ...]) -> PackedCall:

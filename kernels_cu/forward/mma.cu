@@ -68,7 +68,9 @@ struct MmaForward : MmaTileCoord<Config> {
   using Products = typename ProductsOf<Element>::template type<Config, row_tiles, column_warps>;
   using KeyLayout = typename Products::KeyLayout;
   using ValueLayout = typename Products::ValueLayout;
-  using Softmax = WarpSoftmax<Element, row_tiles, Bc, Products::columns_v>;
+  using Softmax = WarpSoftmax<Element, row_tiles, Bc, Products::columns_v,
+                              StatisticsOf<Config, float>>;
+  using SoftmaxRow = typename Softmax::Row;
   struct Kept {
     KeptPairs<false, Bc> of[row_tiles];
   };
@@ -371,7 +373,7 @@ struct MmaForward : MmaTileCoord<Config> {
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const SoftmaxRow<float>& state = softmax.add_lanes(i, half);
+        const SoftmaxRow& state = softmax.add_lanes(i, half);
         if constexpr (fixes_one_key_rows) {
           const float largest = Softmax::largest_probability(state, scale_log2);
           if (state.sum > 0 && state.sum == largest) one_key_rows |= 1 << (2 * i + half);
@@ -394,6 +396,18 @@ struct MmaForward : MmaTileCoord<Config> {
               apply_sink<Config>(p, score_row(p, coord, view, row).head, lse);
             }
             static_cast<float*>(p.lse)[index] = lse;
+          }
+          if constexpr (has_statistics<Config>) {
+            RowSummary<float> summary =
+                state.template summary<Softmax::factor>(logit_unit<Config, float>(p));
+            if constexpr (Config::split_keys) {
+              partials.set_statistics(p, coord.split, index, summary);
+            } else {
+              float lse = log_sum_exp(state);
+              summary.scale_weights(
+                  apply_sink<Config>(p, score_row(p, coord, view, row).head, lse));
+              write_statistics<Config>(p, index, summary);
+            }
           }
         }
       }
@@ -435,13 +449,13 @@ struct MmaForward : MmaTileCoord<Config> {
     }
   }
 
-  __device__ float log_sum_exp(const SoftmaxRow<float>& state) const {
+  __device__ float log_sum_exp(const SoftmaxRow& state) const {
     return state.template log_sum_exp<Softmax::factor>(scale_log2);
   }
 
   // Multiplies an output row by the factor of the sink, unless KV is split: then the merge does so.
   // A fully masked row holds 0 times values that other rows attend to, maybe NaN: it is set to 0.
-  __device__ void finish_modified(const Params& p, int head, const SoftmaxRow<float>& state,
+  __device__ void finish_modified(const Params& p, int head, const SoftmaxRow& state,
                                   float* row) const {
     if constexpr (Config::sinks && !Config::split_keys) {
       float lse = log_sum_exp(state);

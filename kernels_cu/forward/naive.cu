@@ -101,17 +101,22 @@ __device__ void softmax(const Params& p) {
 #pragma unroll
   for (int bit = 1; bit < 32; bit *= 2) max = fmax(max, __shfl_xor_sync(0xffffffffu, max, bit));
 
-  SoftmaxRow<T> state;
+  using Row = SoftmaxRow<T, StatisticsOf<Config, T>>;
+  Row state;
   state.reset();
+  state.include_score(max);
   state.update_max(max, scale_log2);
   const T base = state.base(scale_log2);
   for (int key = lane; key < p.seqlen_k; key += 32) {
-    row[key] = SoftmaxRow<T>::template probability<true>(row[key], scale_log2, base);
+    const T exponent = Row::template exponent<true>(row[key], scale_log2, base);
+    row[key] = SoftmaxMath<T>::exp2(exponent);
     state.sum += row[key];
+    state.include_exponent(row[key], exponent);
   }
 #pragma unroll
   for (int bit = 1; bit < 32; bit *= 2) {
     state.sum += __shfl_xor_sync(0xffffffffu, state.sum, bit);
+    if constexpr (Config::entropy) state.moment += __shfl_xor_sync(~0u, state.moment, bit);
   }
   const int head = index / p.seqlen_q % p.heads_q;
   T normalizer = state.normalizer();
@@ -124,6 +129,12 @@ __device__ void softmax(const Params& p) {
     T lse = state.log_sum_exp(scale_log2);
     apply_sink<Config>(p, head, lse);
     static_cast<T*>(p.lse)[index] = lse;
+  }
+  if (has_statistics<Config> && lane == 0) {
+    RowSummary<T> summary = state.summary(logit_unit<Config, T>(p));
+    T lse = state.log_sum_exp(scale_log2);
+    summary.scale_weights(apply_sink<Config>(p, head, lse));
+    write_statistics<Config>(p, index, summary);
   }
 }
 

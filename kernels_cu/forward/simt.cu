@@ -61,6 +61,16 @@ __device__ void write(const Params& p, const TileCoord& coord, const SequenceVie
     } else if (L::position() == 0 && (Config::split_keys || p.lse != nullptr)) {
       *lse = log_sum_exp(factor);
     }
+    if (has_statistics<Config> && L::position() == 0) {
+      RowSummary<T> summary =
+          rows.softmax[i].template summary<L::headroom>(logit_unit<Config, T>(p));
+      if constexpr (Config::split_keys) {
+        partials_of(p, view).set_statistics(p, coord.split, index, summary);
+      } else {
+        summary.scale_weights(factor);
+        write_statistics<Config>(p, index, summary);
+      }
+    }
   }
 }
 

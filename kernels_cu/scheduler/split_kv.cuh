@@ -2,7 +2,8 @@
 // The workspace holds the normalized partial outputs (num_splits, batch, heads_q, seqlen_q,
 // head_dim_v), then the log-sum-exps (num_splits, batch, heads_q, seqlen_q), in the accumulator's
 // type. If modifications change scores, a log-sum-exp is a pair of numbers (`ExponentSum`), stored
-// in two arrays. For packed queries, (heads_q, total_q) replaces (batch, heads_q, seqlen_q).
+// in two arrays. Arrays of the row statistics that the call returns follow. For packed queries,
+// (heads_q, total_q) replaces (batch, heads_q, seqlen_q).
 #pragma once
 
 #include "params.cuh"
@@ -11,6 +12,7 @@
 #include "score/mask.cuh"
 #include "score/modify.cuh"
 #include "score/softmax.cuh"
+#include "score/statistics.cuh"
 #include "tile/element.cuh"
 #include "scheduler/pages.cuh"
 #include "scheduler/sequences.cuh"
@@ -24,8 +26,11 @@ struct Partials {
   // score -1e9. As a single number, the log-sum-exp of n such keys, -1e9 + log(n), rounds to -1e9,
   // so splits with few and with many keys would get equal weights.
   static constexpr bool lse_is_pair = Config::Mods::changes_scores;
-  // Number of accumulator-type numbers that a split stores for each row: output and log-sum-exp.
-  static constexpr int numbers = Config::head_dim_v + (lse_is_pair ? 2 : 1);
+  static constexpr int lse_numbers = lse_is_pair ? 2 : 1;
+  // Number of accumulator-type numbers that a split stores for each row: output, log-sum-exp and
+  // statistics.
+  static constexpr int numbers =
+      Config::head_dim_v + lse_numbers + Config::max_logits + Config::entropy;
   using Merge = LseMerge<T, lse_is_pair>;
 
   T* out;
@@ -64,8 +69,8 @@ struct Partials {
     *lse_row(split, row) = sum.base;
     *lse_row(p.num_splits + split, row) = sum.log_sum;
   }
-  template <int Headroom>
-  __device__ void set(const Params& p, int split, int64 row, const SoftmaxRow<T>& state,
+  template <int Headroom, class State>
+  __device__ void set(const Params& p, int split, int64 row, const State& state,
                       T scale_log2) const {
     if constexpr (lse_is_pair) {
       set(p, split, row, state.template exponent_sum<Headroom>(scale_log2));
@@ -73,8 +78,26 @@ struct Partials {
       *lse_row(split, row) = state.template log_sum_exp<Headroom>(scale_log2);
     }
   }
+  __device__ void set_statistics(const Params& p, int split, int64 row,
+                                 const RowSummary<T>& summary) const {
+    if constexpr (Config::max_logits) *max_logit(p, split, row) = summary.max_logit;
+    if constexpr (Config::entropy) *entropy(p, split, row) = summary.entropy;
+  }
+  __device__ RowSummary<T> statistics(const Params& p, int split, int64 row) const {
+    RowSummary<T> summary;
+    if constexpr (Config::max_logits) summary.max_logit = *max_logit(p, split, row);
+    if constexpr (Config::entropy) summary.entropy = *entropy(p, split, row);
+    return summary;
+  }
 
  private:
+  __device__ T* max_logit(const Params& p, int split, int64 row) const {
+    return lse_row(lse_numbers * p.num_splits + split, row);
+  }
+  __device__ T* entropy(const Params& p, int split, int64 row) const {
+    return lse_row((lse_numbers + Config::max_logits) * p.num_splits + split, row);
+  }
+
   __device__ static int64 row_count(const Params& p) {
     if constexpr (Config::has_seqlens) {
       const int64 packed = p.total_q;
@@ -151,6 +174,16 @@ __device__ void combine_row(const Params& p, const Partials<Config>& partials, i
     T lse = merge.lse();
     apply_sink<Config>(p, head, lse);
     static_cast<T*>(p.lse)[index] = lse;
+  }
+  if constexpr (has_statistics<Config>) {
+    RowSummary<T> summary;
+    for (int s = 0; s < p.num_splits; ++s) {
+      const T weight = merge.weight_of(partials.sum(p, s, index)) * normalizer;
+      summary.add_split(weight, partials.statistics(p, s, index));
+    }
+    // A NaN in the sum comes from a NaN score of a split.
+    if (merge.sum != merge.sum) summary.max_logit = merge.sum;
+    if (lane == 0) write_statistics<Config>(p, index, summary);
   }
 }
 

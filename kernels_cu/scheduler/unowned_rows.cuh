@@ -6,6 +6,7 @@
 #include "scheduler/gaps.cuh"
 #include "scheduler/tile_coord.cuh"
 #include "score/softmax.cuh"
+#include "score/statistics.cuh"
 #include "tile/access.cuh"
 #include "tile/element.cuh"
 
@@ -41,6 +42,9 @@ struct UnownedRows {
       store_chunk<Element, Config::out_alignment>(target, {}, Config::head_dim_v - column);
       if (column == 0 && p.lse != nullptr) {
         static_cast<T*>(p.lse)[int64(head) * p.total_q + row] = -SoftmaxMath<T>::infinity();
+      }
+      if (column == 0) {
+        write_statistics<Config>(p, int64(head) * p.total_q + row, RowSummary<T>());
       }
     }
   }

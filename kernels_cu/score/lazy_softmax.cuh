@@ -12,8 +12,8 @@ __device__ inline bool any_of_lanes(bool x) {
   return __ballot_sync(~0u, x) >> (threadIdx.x & 28) & 15;
 }
 
-template <class Element>
-struct LazySoftmaxRow {
+template <class Element, class Statistics = RowStatistics<float>>
+struct LazySoftmaxRow : Statistics {
   using Math = SoftmaxMath<float>;
   // Range of the exponent of a row's largest p. For float16 it is 0 to 15: values below 1 are left
   // for small p, many of which may make up most of an output. For bfloat16 it is -31 to -16: with
@@ -36,6 +36,7 @@ struct LazySoftmaxRow {
   __device__ void reset() {
     base = first_base;
     sum = 0;
+    static_cast<Statistics&>(*this) = {};
   }
 
   // Returns p, given the score as an exponent of two relative to the base.
@@ -78,6 +79,7 @@ struct LazySoftmaxRow {
     const float change = changes ? max - lowest : 0;
     rescale = changes && !is_empty ? Math::exp2(-change) : 1;
     base += change;
+    this->shift_base(change, sum, rescale);
     sum *= rescale;
     return change;
   }
@@ -91,6 +93,12 @@ struct LazySoftmaxRow {
   // Returns the natural logarithm of the sum that `exponent_sum()` returns.
   __device__ float log_sum_exp() const {
     return sum == 0 ? -Math::infinity() : (base + log2_of_sum()) * Math::ln_2;
+  }
+
+  // Returns the row's statistics; `unit` is the value of a score of 1.
+  __device__ RowSummary<float> summary(float unit) const {
+    if (sum == 0) return {};
+    return RowSummary<float>::of(*this, sum, log2_of_sum(), unit);
   }
 
  private:

@@ -40,6 +40,16 @@ __device__ T exponent_scale(const Params& p) {
   }
 }
 
+// Returns the value of a score of 1 after the mask, in natural units.
+template <class Config, class T>
+__device__ T logit_unit(const Params& p) {
+  if constexpr (Config::Mods::changes_scores) {
+    return SoftmaxMath<T>::ln_2;
+  } else {
+    return T(p.softmax_scale);
+  }
+}
+
 // Changes and masks scores of several rows and keys: score(r, n) is the score of row coord(r) and
 // key first_key + step(n), where step(n) is a constant that increases with n. Changed scores become
 // exponents of two relative to base(r). If `masks` is false, no pair is masked, because the block

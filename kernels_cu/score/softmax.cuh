@@ -3,6 +3,7 @@
 // maximum, and the output is divided by the sum at the end.
 #pragma once
 
+#include "score/statistics.cuh"
 #include "tile/element.cuh"
 #include "ptx/base.cuh"
 
@@ -78,8 +79,8 @@ struct ExponentSum {
   }
 };
 
-template <class T>
-struct SoftmaxRow {
+template <class T, class Statistics = RowStatistics<T>>
+struct SoftmaxRow : Statistics {
   using Math = SoftmaxMath<T>;
 
   T max;  // running maximum of the scores Q K^T, without the scale
@@ -88,6 +89,7 @@ struct SoftmaxRow {
   __device__ void reset() {
     max = -Math::infinity();
     sum = 0;
+    static_cast<Statistics&>(*this) = {};
   }
 
   // Recomputed for each KV tile: keeping it would cost one register per row.
@@ -109,17 +111,23 @@ struct SoftmaxRow {
     const T shrink =
         Math::exp2(Math::multiply(max, scale_log2) - Math::multiply(tile_max, scale_log2));
     const T rescale = grows ? shrink : T(1);
+    const T previous_base = base(scale_log2);
     max = grows ? tile_max : max;
+    this->shift_base(base(scale_log2) - previous_base, sum, rescale);
     sum *= rescale;
     return rescale;
   }
 
-  // Returns p of a score. With `Exact`, p of the largest score is exactly 1, so that the output of
-  // a row with one visible key is that key's value. This takes one more instruction.
+  // Returns the exponent of p of a score. With `Exact`, p of the largest score is exactly 1. The
+  // output of a row with one visible key is then that key's value. This takes one more instruction.
+  template <bool Exact = false>
+  static __device__ T exponent(T score, T scale_log2, T base) {
+    if constexpr (Exact) return Math::multiply(score, scale_log2) - base;
+    return fma(score, scale_log2, -base);
+  }
   template <bool Exact = false>
   static __device__ T probability(T score, T scale_log2, T base) {
-    if constexpr (Exact) return Math::exp2(Math::multiply(score, scale_log2) - base);
-    return Math::exp2(fma(score, scale_log2, -base));
+    return Math::exp2(exponent<Exact>(score, scale_log2, base));
   }
 
   // Returns whether no score was above -inf. A NaN score makes this false.
@@ -141,5 +149,12 @@ struct SoftmaxRow {
   __device__ T log_sum_exp(T scale_log2) const {
     if (is_fully_masked()) return -Math::infinity();
     return (base(scale_log2) + Math::log2(sum / power_of_half(Headroom))) * Math::ln_2;
+  }
+
+  // Returns the row's statistics; `unit` is the value of a score of 1.
+  template <int Headroom = 0>
+  __device__ RowSummary<T> summary(T unit) const {
+    if (is_fully_masked()) return {};
+    return RowSummary<T>::of(*this, sum, Math::log2(sum / power_of_half(Headroom)), unit);
   }
 };

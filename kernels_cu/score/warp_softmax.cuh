@@ -7,8 +7,10 @@
 #include "score/softmax.cuh"
 #include "tile/fragments.cuh"
 
-template <class Element, int row_tiles, int Bc, int columns_v>
+template <class Element, int row_tiles, int Bc, int columns_v,
+          class Statistics = RowStatistics<float>>
 struct WarpSoftmax {
+  using Row = SoftmaxRow<float, Statistics>;
   // The running maximum may be stale until p has grown by 2^slack, far inside float16's range.
   static constexpr int slack = 8;
   static constexpr int headroom = ::headroom<Element> ? ::headroom<Element> + slack : 0;
@@ -22,8 +24,8 @@ struct WarpSoftmax {
   using Output = float[row_tiles][columns_v / 8][4];
   using PerRow = float[row_tiles][2];
 
-  SoftmaxRow<float> rows[row_tiles][2];  // their sums, in units of 2^-factor, cover this lane's
-                                         // keys only
+  // Their sums, in units of 2^-factor, cover this lane's keys only.
+  Row rows[row_tiles][2];
 
   __device__ void reset() {
 #pragma unroll
@@ -92,6 +94,7 @@ struct WarpSoftmax {
         }
         max = max_of_lanes(max);
         tile_max[i][half] = max;
+        rows[i][half].include_score(max);
         outgrown |= rows[i][half].outgrown_by(max, scale_log2, slack - raise);
       }
     }
@@ -121,22 +124,24 @@ struct WarpSoftmax {
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       float& score = scores[i][j][c];
-      score = SoftmaxRow<float>::probability(score, scale_log2, base[i][c / 2]);
+      const float exponent = Row::exponent(score, scale_log2, base[i][c / 2]);
+      score = SoftmaxMath<float>::exp2(exponent);
       if constexpr (factor != 0) score *= power_of_half(factor);
       rows[i][c / 2].sum += score;
+      rows[i][c / 2].include_exponent(score, exponent);
     }
   }
 
   // Returns p of the row's largest score. `row.max` must include all of the row's KV tiles.
-  __device__ static float largest_probability(const SoftmaxRow<float>& row, float scale_log2) {
-    return SoftmaxRow<float>::probability(row.max, scale_log2, row.base(scale_log2)) *
-           power_of_half(factor);
+  __device__ static float largest_probability(const Row& row, float scale_log2) {
+    return Row::probability(row.max, scale_log2, row.base(scale_log2)) * power_of_half(factor);
   }
 
   // Reduces the row sums over the four lanes that hold a row.
-  __device__ const SoftmaxRow<float>& add_lanes(int i, int half) {
-    SoftmaxRow<float>& row = rows[i][half];
+  __device__ const Row& add_lanes(int i, int half) {
+    Row& row = rows[i][half];
     row.sum = sum_of_lanes(row.sum);
+    if constexpr (Statistics::has_moment) row.moment = sum_of_lanes(row.moment);
     return row;
   }
   __device__ void add_lanes() {

@@ -15,6 +15,7 @@ from threadpoolctl import threadpool_info
 from cupy_flash.cpu import forward as cpu_forward
 from cupy_flash.cpu import tiled
 from cupy_flash.cpu.forward import candidate_tiles, default_tile, forward, scratch_bytes
+from cupy_flash.cpu.row_results import RowResults
 from cupy_flash.problem.problem import MAX_HEAD_DIM, Problem, make_contiguous_problem
 from cupy_flash.problem.tile import Tile
 from cupy_flash.reference.dense import attention_naive, attention_reference, error_bound, max_error
@@ -43,7 +44,7 @@ def run(q, k, v, *, Br=64, Bc=64, causal=False, q_offset=0, scale=None, threads=
     lse = np.full((batch, heads_q, seqlen_q), np.nan, lse_dtype)
     scale = head_dim**-0.5 if scale is None else scale
     options = {"causal": causal, "q_offset": q_offset, "softmax_scale": scale}
-    forward(q, k, v, out, lse, tile=Tile(Br, Bc), threads=threads, **options)
+    forward(q, k, v, out, RowResults(lse), tile=Tile(Br, Bc), threads=threads, **options)
     return out, lse
 
 
@@ -279,7 +280,17 @@ def test_same_bits_whatever_the_number_of_threads(dtype):
 def test_lse_can_be_left_out():
     q, k, v = random_qkv(70, 70)
     out = np.full_like(q, np.nan)
-    forward(q, k, v, out, None, causal=False, q_offset=0, softmax_scale=40**-0.5, tile=Tile(64, 64))
+    forward(
+        q,
+        k,
+        v,
+        out,
+        RowResults(),
+        causal=False,
+        q_offset=0,
+        softmax_scale=40**-0.5,
+        tile=Tile(64, 64),
+    )
     np.testing.assert_array_equal(out, run(q, k, v)[0])
 
 
@@ -290,7 +301,7 @@ def test_scratch_stays_under_64_MB_however_many_threads_are_asked_for(dtype, thr
     out = np.empty_like(q)
     tile = default_tile(problem_of(q.dtype, 4096, 4096, 128, 128))
     options = {"causal": False, "q_offset": 0, "softmax_scale": 0.1, "tile": tile}
-    peak = peak_memory(lambda: forward(q, k, v, out, None, threads=threads, **options))
+    peak = peak_memory(lambda: forward(q, k, v, out, RowResults(), threads=threads, **options))
     assert peak < 64 << 20
 
 

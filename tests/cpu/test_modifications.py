@@ -14,6 +14,7 @@ from support.gpu.gpu_support import DTYPES, lse_bound
 from cupy_flash.cpu import forward as cpu_forward
 from cupy_flash.cpu import varlen
 from cupy_flash.cpu.forward_pass import compute_dtype
+from cupy_flash.cpu.row_results import RowResults
 from cupy_flash.mods.keywords import FURTHEST, NAMES
 from cupy_flash.mods.modification import MaskMod, ScoreMod
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
@@ -134,7 +135,7 @@ class Call:
         lse = np.full(shape, np.nan, compute_dtype(self.q.dtype)) if with_lse else None
         options = {"causal": self.causal, "softmax_scale": self.own_scale}
         options |= {"tile": tile, "threads": threads, "bound_mods": self.bound_mods}
-        arrays = self.q, self.k, self.v, out, lse
+        arrays = self.q, self.k, self.v, out, RowResults(lse)
         if self.kind == "dense":
             offset = self.seqlen_k - self.seqlen_q if self.q_offset is None else self.q_offset
             cpu_forward.forward(*arrays, q_offset=offset, **options)
@@ -190,7 +191,7 @@ class Call:
             naive = naive_formula(*dense, dtype=self.q.dtype, **same)[0].swapaxes(0, 1)
             allowed = error_bound(naive[None], exact[rows][None], self.q.dtype, lse=true_lse)
             # As in `sequence_support.Part`: of few results, the naive error may be small by chance.
-            terms, _ = formula(dense[0], dense[1], np.abs(dense[2]), **same)
+            terms = formula(dense[0], dense[1], np.abs(dense[2]), **same).out
             allowed += error_bound(terms, terms, compute_dtype(self.q.dtype), lse=true_lse)
             assert max_error(out[rows], exact[rows]) <= allowed
             empty = np.isneginf(true_lse.T)

@@ -27,6 +27,7 @@ from cupy_flash import (
 )
 from cupy_flash.cpu import forward as cpu_forward
 from cupy_flash.cpu import padding, rowwise, thread_pool, varlen
+from cupy_flash.cpu.row_results import RowResults
 from cupy_flash.cpu.varlen import append, kvcache_forward, rotate, varlen_forward
 from cupy_flash.problem.tile import Tile
 
@@ -94,7 +95,9 @@ def run_varlen(arguments, **options):
     lse = np.full((q.shape[1], q.shape[0]), np.nan, lse_like(q))
     scale = arguments["softmax_scale"]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    varlen_forward(out=out, lse=lse, **{**arguments, "softmax_scale": scale}, **options)
+    varlen_forward(
+        out=out, results=RowResults(lse), **{**arguments, "softmax_scale": scale}, **options
+    )
     return out, lse
 
 
@@ -118,7 +121,9 @@ def run_kvcache(arguments, **options):
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, lse_like(q))
     scale = arguments.pop("softmax_scale")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    kvcache_forward(q, out=out, lse=lse, lengths=after, softmax_scale=scale, **arguments, **options)
+    results = RowResults(lse)
+    where = {"lengths": after, "softmax_scale": scale, **arguments, **options}
+    kvcache_forward(q, out=out, results=results, **where)
     return out, lse
 
 
@@ -204,7 +209,7 @@ def test_lse_can_be_left_out(batch_invariant):
     problem = VarlenCase((50, 7), (90, 203)).problem()
     arguments = problem.arguments() | {"softmax_scale": 0.125}
     out = np.full_like(problem.q, np.nan)
-    varlen_forward(out=out, lse=None, batch_invariant=batch_invariant, **arguments)
+    varlen_forward(out=out, results=RowResults(), batch_invariant=batch_invariant, **arguments)
     problem.check(out)
 
 
@@ -589,7 +594,9 @@ def test_of_pages_that_are_read_once_no_more_is_copied_than_the_tiles_at_hand(
     out = np.empty_like(q)
     where = {"block_table": np.arange(len(k), dtype=np.int32)[None], "cache_batch_idx": None}
     options = {"lengths": np.array([length]), "causal": False, "softmax_scale": 1.0, "threads": 4}
-    assert peak_memory(lambda: kvcache_forward(q, k, v, out, None, **where, **options)) < most
+    assert (
+        peak_memory(lambda: kvcache_forward(q, k, v, out, RowResults(), **where, **options)) < most
+    )
     np.testing.assert_allclose(out, 1, rtol=1e-5)
 
 

@@ -34,7 +34,8 @@ class HostProgram:
 
     def __init__(self, name: str, folders: pytest.TempPathFactory, *options: str) -> None:
         sanitizers = ("-pthread", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-        self.path = build(name, folders.mktemp("cpu") / name, *sanitizers, *options)
+        path = folders.mktemp("cpu") / Path(name).name
+        self.path = build(name, path, *sanitizers, *options)
 
     def output(self, lines: Iterable[str]) -> str:
         """Return what the program prints for these lines; fail if a sanitizer ended it."""

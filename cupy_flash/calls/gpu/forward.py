@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ from cupy_flash.gpu.params import PackedStruct
 from cupy_flash.gpu.tensor_map import TensorMaps
 from cupy_flash.planning.planner import Plan, make_plan
 from cupy_flash.problem.arrays import MAX_ALIGNMENT
-from cupy_flash.problem.problem import Problem
+from cupy_flash.problem.problem import EMPTY_ROW, Problem
 
 # Alignment in bytes of the arrays in the scratch memory, equal to that of a new allocation.
 _SCRATCH_ALIGNMENT = 512
@@ -59,15 +59,15 @@ class Placed(NamedTuple):
     Attributes
     ----------
     results
-        Arrays of out and lse. They may be None unless `Call.fills_results`.
+        Arrays of out, lse and row statistics. They may be None unless `Call.fills_results`.
     addresses
-        Addresses of out and lse. Captured launches with the same out never run concurrently.
+        Addresses of the results. Captured launches with the same out never run concurrently.
     scratch
         Address of at least `Call.scratch_bytes` bytes.
     """
 
-    results: tuple[Any, Any]
-    addresses: tuple[int, int]
+    results: Sequence[Any]
+    addresses: Sequence[int]
     scratch: int
 
 
@@ -78,7 +78,8 @@ class Call:
     Attributes
     ----------
     allocate_results
-        Function that allocates out, unless it is given, and lse, if it is requested.
+        Function that allocates out, unless it is given, and lse and row statistics, if they are
+        requested.
     out_index
         Index of `out` among the addresses.
     overlap_check
@@ -94,7 +95,7 @@ class Call:
         Index of qkv among the addresses, and bytes between its parts; None if q, k and v are
         separate arrays.
     fills_results
-        Whether the call fills out and lse itself, because no kernel runs: the caches have no rows,
+        Whether the call fills its results itself, because no kernel runs: the caches have no rows,
         or no query row belongs to a sequence.
     has_no_rows
         Whether no row of packed queries belongs to a sequence, so that sinks are ignored.
@@ -112,6 +113,8 @@ class Call:
         Whether torch allocates the scratch memory, and a block mask that a graph captures.
     backward_calls
         Prepared backward calls of this call, see `torch_autograd.py`.
+    statistics
+        Names of the row statistics that follow out and lse.
     """
 
     allocate_results: ResultAllocator
@@ -133,6 +136,7 @@ class Call:
     workspace_offsets: tuple[int, ...] = ()
     uses_torch: bool = False
     backward_calls: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    statistics: tuple[str, ...] = ()
 
     def run(
         self,
@@ -142,8 +146,10 @@ class Call:
         user_mods: UserMods,
         stream: int | None = None,
         placed: Placed | None = None,
-    ) -> tuple[Any, Any | None]:
-        """Enqueue the launches; return out and lse, which are allocated unless `placed`.
+    ) -> tuple[Any, ...]:
+        """Enqueue the launches; return out, lse (None if not requested) and row statistics.
+
+        The results are allocated unless they are `placed`.
 
         `stream` is the handle of the stream, by default that of CuPy's current stream. It may be
         another one only if the call neither appends nor fills its results.
@@ -153,13 +159,13 @@ class Call:
         if self.overlap_check.pairs:
             self.overlap_check.check(addresses)
         if placed is None:
-            (out, lse), (out_address, lse_address) = self.allocate_results()
+            (out, lse, *statistics), (out_address, lse_address, *others) = self.allocate_results()
             if out is None:
                 out, out_address = arguments.out, addresses[self.out_index]
         else:
-            (out, lse), (out_address, lse_address), scratch = placed
+            (out, lse, *statistics), (out_address, lse_address, *others), scratch = placed
         if not self.launches and self.append is None and not self.fills_results:
-            return out, lse
+            return (out, lse, *statistics)
         if stream is None:
             stream = cupy_module().cuda.get_current_stream(self.device).ptr
         # A caller that gives memory takes care itself that launches with it follow one another.
@@ -186,22 +192,30 @@ class Call:
             values += (ready.address,)
         if self.workspace_offsets:
             values += tuple([scratch + offset for offset in self.workspace_offsets])
+        if others:
+            values += tuple(others)
         if self.append is not None:
             self.append.run(values)
         if self.launches:
             self.launches.run(values, stream)
         elif self.fills_results:
-            as_cupy(out).fill(0)
-            if lse is not None:
-                sinks = getattr(arguments, "sinks", None)
-                as_cupy(lse).fill(-math.inf)
-                if sinks is not None and not self.has_no_rows:
-                    as_cupy(lse)[...] = as_cupy(sinks)[:, None]
+            self._fill(arguments, out, lse, statistics)
         if ready is not None:
             ready.launched(stream)
         if queue is not None:
             queue.launched()
-        return out, lse
+        return (out, lse, *statistics)
+
+    def _fill(self, arguments: Arguments, out: Any, lse: Any, statistics: Sequence[Any]) -> None:
+        """Fill the results of rows that attend to no key."""
+        as_cupy(out).fill(0)
+        if lse is not None:
+            sinks = getattr(arguments, "sinks", None)
+            as_cupy(lse).fill(-math.inf)
+            if sinks is not None and not self.has_no_rows:
+                as_cupy(lse)[...] = as_cupy(sinks)[:, None]
+        for name, array in zip(self.statistics, statistics, strict=True):
+            as_cupy(array).fill(EMPTY_ROW[name])
 
 
 def readable(arguments: Arguments, options: Options) -> Arguments:
@@ -237,7 +251,7 @@ def prepare(arguments: Arguments, options: Options, context: Context) -> Call:
     has_no_rows = layout.packed_q and problem.is_empty and q.size > 0
     spec = block_mask_spec(plan)
     optional = _PARTS_OF_QKV * (qkv is not None) + (_BLOCK_MASK,) * (spec is not None)
-    names = (*fields, *_VALUES, *optional, *scratch_offsets)
+    names = (*fields, *_VALUES, *optional, *scratch_offsets, *problem.statistics)
     fixed, sources = {}, _sources(arguments, plan)
     block_mask_key = None
     device = cupy_module().cuda.runtime.getDevice()
@@ -248,9 +262,10 @@ def prepare(arguments: Arguments, options: Options, context: Context) -> Call:
         sources |= {"block_mask.memory": _BLOCK_MASK}
     out = ((*q.shape[:-1], problem.head_dim_v), np.dtype(problem.out_dtype))
     lse = (lse_shape(q, problem), np.dtype(problem.lse_dtype))
+    statistics = [lse] * len(problem.statistics)
     new = (None if arguments.out is not None else out, lse if options.return_lse else None)
     return Call(
-        allocate_results=result_allocator(new, uses_torch=context.uses_torch),
+        allocate_results=result_allocator((*new, *statistics), uses_torch=context.uses_torch),
         out_index=fields.index("out"),
         overlap_check=overlap_check,
         counters=plan.schedule.counters,
@@ -272,6 +287,7 @@ def prepare(arguments: Arguments, options: Options, context: Context) -> Call:
         block_mask_key=block_mask_key,
         workspace_offsets=tuple(scratch_offsets.values()),
         uses_torch=context.uses_torch,
+        statistics=problem.statistics,
     )
 
 
@@ -357,7 +373,7 @@ def _sources(arguments: Arguments, plan: Plan) -> dict[str, str]:
     """Return the names of the values of the other struct fields; fields without one stay null."""
     is_kvcache = plan.problem.layout.kind == "kvcache"
     result = {name: name for name in ("q", "k", "v", "lse", "workspace", "counters")}
-    result["out"] = "result"
+    result |= {"out": "result", **{name: name for name in plan.problem.statistics}}
     if is_kvcache:
         values = "k_cache" if plan.problem.values_in_keys else "v_cache"
         lengths = "lengths_after" if plan.problem.layout.packed_new else "cache_seqlens"

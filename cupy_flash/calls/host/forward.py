@@ -34,6 +34,7 @@ from cupy_flash.calls.options import Options
 from cupy_flash.cpu import forward as cpu_forward
 from cupy_flash.cpu import varlen
 from cupy_flash.cpu.plan import make_cpu_plan
+from cupy_flash.cpu.row_results import RowResults
 from cupy_flash.cpu.untiled import small_call_of
 from cupy_flash.gpu.environment import cupy_module, current_device
 from cupy_flash.planning import tuning
@@ -49,7 +50,7 @@ def compute(
     keys: int,
     backend: str,
     user_mods: UserMods = NO_USER_MODS,
-) -> tuple[np.ndarray, np.ndarray | None]:
+) -> tuple[np.ndarray | None, ...]:
     """Compute attention for NumPy arrays, after the append if any; see `prepared_calls.run`."""
     # Dense calls without modifications have no arrays that may need a conversion.
     has_no_lengths = options.kind == "dense" and options.mod_key is None
@@ -75,13 +76,13 @@ def compute(
         options = options._replace(compute_scales=False)
         if problem.is_float8:
             options = options._replace(out_dtype=dtype_name(out))
-        out[...], lse = run_on_gpu(ATTENTION, arguments, options, user_mods, ("out",))
-        return out, lse
-    lse = None
-    if options.return_lse:
-        lse = np.empty(lse_shape(arguments.q, problem), problem.lse_dtype)
-    _on_cpu(arguments, out, lse, options, user_mods, call, mod_arrays)
-    return out, lse
+        out[...], *others = run_on_gpu(ATTENTION, arguments, options, user_mods, ("out",))
+        return (out, *others)
+    shape, dtype = lse_shape(arguments.q, problem), problem.lse_dtype
+    requested = options.return_lse, options.return_max_logits, options.return_entropy
+    rows = RowResults(*(np.empty(shape, dtype) if is_given else None for is_given in requested))
+    _on_cpu(arguments, out, rows, options, user_mods, call, mod_arrays)
+    return (out, rows.lse, *(getattr(rows, name) for name in problem.statistics))
 
 
 def repeated(
@@ -159,7 +160,7 @@ def _check(arguments: Arguments, options: Options, backend: str) -> tuple[CallIn
     if runs_on_gpu(problem, options, backend):
         return CallInfo(problem, True, None), mod_arrays
     info = CallInfo(problem, False, requested_tile(problem, options))
-    if info.tile is not None and is_plain(arguments, options):
+    if info.tile is not None and is_plain(arguments, options) and not problem.statistics:
         q, k, v = arguments.q, arguments.k, arguments.v
         small = small_call_of(q, k, v, problem.causal, problem.q_offset, info.tile)
         info = info._replace(small=small, scale=scale_in(q.dtype, problem))
@@ -298,7 +299,7 @@ def _uploaded(array: np.ndarray, order: Literal["K", "C"]) -> Any:
 def _on_cpu(
     arguments: Arguments,
     out: np.ndarray,
-    lse: np.ndarray | None,
+    rows: RowResults,
     options: Options,
     user_mods: UserMods,
     call: CallInfo,
@@ -318,7 +319,7 @@ def _on_cpu(
             q, k, v = map(dequantized, (q, k, v), scales)
         cpu_forward.forward(
             *(q, k, v, target),
-            None if lse is None else lse.reshape(problem.lse_shape),
+            rows.each(lambda array: array.reshape(problem.lse_shape)),
             q_offset=problem.q_offset,
             tile=tile,
             **common,
@@ -330,7 +331,7 @@ def _on_cpu(
         "batch_invariant": problem.is_batch_invariant,
         "scales": _scales(arguments, problem),
     }
-    arrays = arguments.q, arguments.keys, arguments.values_of(options), out, lse
+    arrays = arguments.q, arguments.keys, arguments.values_of(options), out, rows
     if options.kind == "varlen":
         common |= packed_lengths(arguments, problem)
         varlen.varlen_forward(*arrays, **common)

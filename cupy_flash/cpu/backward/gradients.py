@@ -36,6 +36,7 @@ from cupy_flash.cpu.forward_pass import (
     compute_dtype,
 )
 from cupy_flash.cpu.forward_pass import scratch_elements as forward_elements
+from cupy_flash.cpu.row_results import RowResults
 from cupy_flash.cpu.thread_pool import Stop, cpus, run_in_parallel, single_threaded_blas
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.mods.on_arrays.scores import FIRST_PAIR
@@ -198,7 +199,10 @@ def backward(
         return
     totals = _totals(results, q.shape[2], k.shape[2], compute_dtype(q.dtype))
     if q.size:
-        job = Pass.make(q, k, v, out, None, causal, q_offset, softmax_scale, tile, bound_mods)
+        job = Pass.make(
+            *(q, k, v, out, RowResults()),
+            *(causal, q_offset, softmax_scale, tile, bound_mods),
+        )
         bias = totals.get("bias")
         is_shared = bias is not None and bias.shape[:3] != job.q.shape[:3]
         _run([GradientPass.make(job, dout, lse, dlse, totals, is_shared=is_shared)], tile, threads)
@@ -290,7 +294,7 @@ def varlen_backward(
         if bound_mods is not None:
             first = FIRST_PAIR._replace(b=b, q_start=queries.first, k_start=keys.first)
         job = Pass.make(
-            *(run_q.rows(q), run_k.rows(k), run_k.rows(v), run_q.rows(out), None),
+            *(run_q.rows(q), run_k.rows(k), run_k.rows(v), run_q.rows(out), RowResults()),
             causal,
             keys.seqlen - queries.seqlen,
             softmax_scale,

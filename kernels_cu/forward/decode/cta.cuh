@@ -67,11 +67,12 @@ struct DecodeCta {
   static_assert(Br * QueryLayout::row_bytes <= stage_bytes, "queries are loaded through a stage");
 
   // A partial result is one record of floats per row: output columns, base of the probabilities,
-  // and their sum. The records overwrite the rings of the warps that computed them.
+  // and their sum, then the largest score and the moment (score/statistics.cuh) if the call returns
+  // them. The records overwrite the rings of the warps that computed them.
   static constexpr int columns = Products::columns_v;  // columns per warp
   static constexpr int record_columns = ColumnWarps::size * columns;
-  // The state of a row, base and sum, takes 2 floats. Padding to 8 avoids bank conflicts: writing
-  // 16 rows of each of 8 warps takes 730 instead of 990 cycles (H100).
+  // The state of a row takes 2 to 4 floats. Padding to 8 avoids bank conflicts: writing 16 rows of
+  // each of 8 warps takes 730 instead of 990 cycles (H100).
   static constexpr int record = record_columns + 8;
   // Number of 4-column chunks of a record that hold output columns.
   static constexpr int output_chunks = round_up(Config::head_dim_v, 16) / 4;

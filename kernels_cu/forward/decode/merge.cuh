@@ -29,6 +29,9 @@ struct DecodeMerge {
 
   __device__ explicit DecodeMerge(const Cta& cta) : cta(cta), memory{cta} {}
 
+  // Number of floats that are read of the state of a row.
+  static constexpr int state_floats = has_statistics<Config> ? 4 : 2;
+
   static constexpr float lowest_base = -0x1.fffffep127f;
 
   enum class Destination { output, cluster, memory };
@@ -123,20 +126,31 @@ struct DecodeMerge {
 #pragma unroll
     for (int r = 0; r < MaxResults; ++r) base = fmaxf(base, result(r)[slice.state()]);
     float sum = 0;
+    RowStatistics<float, Config::max_logits, Config::entropy> statistics;
     Vector<float, 4> merged = {};
 #pragma unroll
     for (int r = 0; r < MaxResults; ++r) {
       const float* record = result(r);
       const auto values = *reinterpret_cast<const Vector<float, 4>*>(record + 4 * chunk);
-      const auto state = *reinterpret_cast<const Vector<float, 2>*>(record + slice.state());
+      const auto state =
+          *reinterpret_cast<const Vector<float, state_floats>*>(record + slice.state());
       const float weight = Math::exp2(state.data[0] - base);
       if (r >= results) continue;
       sum = fmaf(weight, state.data[1], sum);
+      if constexpr (Config::max_logits) statistics.include_score(state.data[2]);
+      if constexpr (Config::entropy) {
+        ExponentMoment<float, true> part = {state.data[3]};
+        part.shift_base(base - state.data[0], state.data[1], weight);
+        statistics.moment += part.moment;
+      }
 #pragma unroll
       for (int c = 0; c < 4; ++c) merged.data[c] = fmaf(weight, values.data[c], merged.data[c]);
     }
     if (destination != Destination::output) {
-      write_partial(partial_tile, row, chunk, merged, {{base, sum}}, slice, destination, target);
+      Vector<float, 4> state = {{base, sum}};
+      if constexpr (Config::max_logits) state.data[2] = statistics.largest;
+      if constexpr (Config::entropy) state.data[3] = statistics.moment;
+      write_partial(partial_tile, row, chunk, merged, state, slice, destination, target);
       return;
     }
     float normalizer = sum == 0 ? 0 : ptx::rcp_approx(sum);
@@ -153,7 +167,10 @@ struct DecodeMerge {
       if constexpr (Config::sinks) {
         apply_sink<Config>(cta.p, cta.score_row(row).head, lse);
       }
-      write_log_sum_exp(row, lse);
+      write_number([&] { return cta.p.lse; }, row, lse);
+    }
+    if constexpr (has_statistics<Config>) {
+      if (column == 0) write_row_statistics(row, base, sum, statistics);
     }
   }
 
@@ -193,7 +210,27 @@ struct DecodeMerge {
     }
   }
 
-  __device__ void write_log_sum_exp(int row, float lse) const {
+  template <class Statistics>
+  __device__ void write_row_statistics(int row, float base, float sum,
+                                       const Statistics& statistics) const {
+    RowSummary<float> summary;
+    if (sum != 0) {
+      const float unit = logit_unit<Config, float>(cta.p);
+      summary = RowSummary<float>::of(statistics, sum, Math::log2(sum), unit);
+      float lse = log_sum_exp(base, sum);
+      summary.scale_weights(apply_sink<Config>(cta.p, cta.score_row(row).head, lse));
+    }
+    const auto& p = cta.p;
+    if constexpr (Config::max_logits) {
+      write_number([&] { return p.max_logits; }, row, summary.max_logit);
+    }
+    if constexpr (Config::entropy) write_number([&] { return p.entropy; }, row, summary.entropy);
+  }
+
+  // Writes the log-sum-exp of a row, or a statistic, to array(), which has the form of lse. The
+  // address is a function, so that it is loaded only after the index is known.
+  template <class Array>
+  __device__ void write_number(Array array, int row, float number) const {
     // lse has shape (batch, heads_q, seqlen_q) or, for packed queries, (heads_q, total_q).
     const Params& p = cta.p;
     const Sequence& sequence = cta.partial_tile.sequence;
@@ -201,7 +238,7 @@ struct DecodeMerge {
     const int seqlen = is_packed ? cta.p.total_q : p.seqlen_q;
     const int64 head = int64(sequence.q_batch) * p.heads_q + cta.partial_tile.head_kv * Cta::group +
                        cta.head_of(row);
-    static_cast<float*>(p.lse)[head * seqlen + sequence.q_first + cta.query_of(row)] = lse;
+    static_cast<float*>(array())[head * seqlen + sequence.q_first + cta.query_of(row)] = number;
   }
 };
 

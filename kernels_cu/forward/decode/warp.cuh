@@ -29,7 +29,8 @@ struct DecodeWarp : DecodeCta<Config> {
   static constexpr int row_tiles = Cta::row_tiles;
   static constexpr int columns = Cta::columns;
   static constexpr int stage_bytes = Cta::stage_bytes;
-  using Softmax = WarpSoftmax<typename Cta::ProductsOf::Probability, row_tiles, Bc, columns>;
+  using Softmax = WarpSoftmax<typename Cta::ProductsOf::Probability, row_tiles, Bc, columns,
+                              StatisticsOf<Config, float>>;
 
   using Cta::lane;
   using Cta::p;
@@ -205,7 +206,7 @@ struct DecodeWarp : DecodeCta<Config> {
       for (int half = 0; half < 2; ++half) {
         const int row = row_of(i, half);
         if (row >= tile_rows()) continue;
-        const SoftmaxRow<float>& state = softmax.rows[i][half];
+        const typename Softmax::Row& state = softmax.rows[i][half];
         float* record = result + row * Cta::record;
         float* target = record + warp % ColumnWarps::size * columns;
         const float base = state.base(scale_log2);
@@ -230,6 +231,17 @@ struct DecodeWarp : DecodeCta<Config> {
             *reinterpret_cast<Vector<float, 2>*>(target + products.column(j, 0)) = {
                 {out[i][j][2 * half], out[i][j][2 * half + 1]}};
           }
+        }
+        if constexpr (Config::max_logits) {
+          row_state[2] = has_weight ? state.largest : -SoftmaxMath<float>::infinity();
+        }
+        if constexpr (Config::entropy) {
+          ExponentMoment<float, true> part = {state.moment};
+          if constexpr (Config::quantized) {
+            const auto output_scale = scales.output_scale(i, half);
+            part.shift_base(output_scale.base_offset, state.sum, output_scale.sum_factor);
+          }
+          row_state[3] = has_weight ? part.moment : 0;
         }
       }
     }

@@ -390,6 +390,16 @@ struct HopperCta {
     }
   }
 
+  __device__ void write_statistics(const WorkTile& work_tile, int row,
+                                   const RowSummary<float>& summary) const {
+    const int64 index = lse_index(work_tile, row);
+    if constexpr (Config::split_keys) {
+      Partials<Config>(p).set_statistics(p, work_tile.coord.split, index, summary);
+    } else {
+      ::write_statistics<Config>(p, index, summary);
+    }
+  }
+
   // The row index needs no sequence: with sequences, only MLA splits keys, and its queries are not
   // packed.
   __device__ float* partial_row(const TileCoord& coord, int row) const {

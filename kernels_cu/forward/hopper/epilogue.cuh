@@ -36,11 +36,12 @@ struct HopperEpilogue {
     return *cta.work_tile_at(next == 0 ? Cta::work_tile_slots - 1 : next - 1);
   }
 
-  // Computes the factors that output rows are multiplied by, and writes the log-sum-exp. Returns
-  // whether any row of the warp is special; write_output() then handles such rows. A row is special
-  // if its factor is 0 or, with Config::detects_one_key_rows, if one lane holds its whole sum, so
-  // that the row may attend to one key only. In the latter case the factor in that lane is minus
-  // the sum, which normalize_one_key_rows() replaces. Most tiles have no special row.
+  // Computes the factors that output rows are multiplied by, and writes the log-sum-exp and the
+  // statistics. Returns whether any row of the warp is special; write_output() then handles such
+  // rows. A row is special if its factor is 0 or, with Config::detects_one_key_rows, if one lane
+  // holds its whole sum, so that the row may attend to one key only. In the latter case the factor
+  // in that lane is minus the sum, which normalize_one_key_rows() replaces. Most tiles have no
+  // special row.
   __device__ bool finish_softmax(const SoftmaxRow (&finished)[2], float (&normalizer)[2]) const {
     SoftmaxRow state[2] = {finished[0], finished[1]};
     bool may_be_one_key[2] = {}, is_special = false;
@@ -61,6 +62,7 @@ struct HopperEpilogue {
       // A large sink may make a factor 0 although the sum is not 0.
       is_special = __any_sync(~0u, is_special || normalizer[0] == 0 || normalizer[1] == 0);
     }
+    if constexpr (has_statistics<Config>) write_statistics(state);
     if (Cta::cta_rank() != 0 || (!Config::split_keys && cta.p.lse == nullptr)) return is_special;
     const WorkTile& work_tile = finished_work_tile();
 #pragma unroll
@@ -83,6 +85,29 @@ struct HopperEpilogue {
       }
     }
     return is_special;
+  }
+
+  // Writes the statistics of rows whose sums cover all lanes already.
+  __device__ void write_statistics(SoftmaxRow (&state)[2]) const {
+    const WorkTile& work_tile = finished_work_tile();
+    float unit = logit_unit<Config, float>(cta.p);
+    if constexpr (Cta::transposes_values) unit = work_tile.scales.exponent_scale(unit);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if constexpr (Config::max_logits) state[half].largest = max_of_lanes(state[half].largest);
+      if constexpr (Config::entropy) state[half].moment = sum_of_lanes(state[half].moment);
+      const int row = row_of(work_tile.coord, half);
+      if (Cta::cta_rank() != 0 || threadIdx.x % 4 != 0 ||
+          row >= work_tile.sequence(cta.p).seqlen_q) {
+        continue;
+      }
+      RowSummary<float> summary = state[half].summary(unit);
+      if constexpr (!Config::split_keys) {
+        float lse = state[half].log_sum_exp();
+        summary.scale_weights(apply_sink<Config>(cta.p, work_tile.coord.head, lse));
+      }
+      cta.write_statistics(work_tile, row, summary);
+    }
   }
 
   // Sums each row over its four lanes. Sets may_be_one_key[half] in a lane whose own sum is the

@@ -87,6 +87,9 @@ struct HopperScheduler {
           continue;
         }
       }
+      if constexpr (has_statistics<Config>) {
+        if (lane == 0 && Cta::cta_rank() == 0) cta.write_statistics(work_tile, row, {});
+      }
       if (lane == 0 && Cta::cta_rank() == 0 && (Config::split_keys || cta.p.lse != nullptr)) {
         float lse = -SoftmaxMath<float>::infinity();
         if constexpr (Config::split_keys && Partials<Config>::lse_is_pair) {

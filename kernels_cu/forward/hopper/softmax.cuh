@@ -29,14 +29,59 @@ __device__ inline float largest_of_lane(const float (&scores)[Bc / 2], int half)
   return max[0];
 }
 
+// Returns the bits of the largest score of this lane in a row, if it is not negative. If all scores
+// are negative, the result is another one of them. Comparing scores as integers takes one
+// instruction for three.
+template <int Bc>
+__device__ inline int largest_bits_of_lane(const float (&scores)[Bc / 2], int half) {
+  constexpr int chains = 2;
+  int max[chains];
+#pragma unroll
+  for (int j = 0; j < Bc / 8; ++j) {
+    const int first = __float_as_int(scores[4 * j + 2 * half]);
+    const int second = __float_as_int(scores[4 * j + 2 * half + 1]);
+    max[j % chains] =
+        j < chains ? ::max(first, second) : ::max(::max(first, second), max[j % chains]);
+  }
+  return ::max(max[0], max[1]);
+}
+
+// Does the same for the scores and one more number, of which `bits` are the bits.
+template <int Bc>
+__device__ inline int largest_bits_of_lane(const float (&scores)[Bc / 2], int half, int bits) {
+#pragma unroll
+  for (int j = 0; j < Bc / 8; ++j) {
+    const int first = __float_as_int(scores[4 * j + 2 * half]);
+    const int second = __float_as_int(scores[4 * j + 2 * half + 1]);
+    bits = ::max(::max(first, second), bits);
+  }
+  return bits;
+}
+
+// Returns the bits of the largest score of this lane in a row, if all its scores are negative.
+// Otherwise, the result is the smallest score that is not negative.
+template <int Bc>
+__device__ inline int largest_negative_bits_of_lane(const float (&scores)[Bc / 2], int half) {
+  unsigned min = ~0u;
+#pragma unroll
+  for (int j = 0; j < Bc / 8; ++j) {
+    const unsigned first = __float_as_uint(scores[4 * j + 2 * half]);
+    const unsigned second = __float_as_uint(scores[4 * j + 2 * half + 1]);
+    min = ::min(::min(first, second), min);
+  }
+  return min;
+}
+
 // `Transposed` selects the specialization for float8 (float8/softmax.cuh), whose V is transposed.
 template <class Config, bool Transposed = HopperCta<Config>::transposes_values>
 struct HopperSoftmax {
-  using Row = LazySoftmaxRow<typename Config::Element>;
+  using Row = LazySoftmaxRow<typename Config::Element, StatisticsOf<Config, float>>;
   static constexpr int Bc = Config::Bc;
   using Scores = float[Bc / 2];
   using Operand = HopperOperand<typename Config::Element>;
   using Probabilities = unsigned[Operand::components][Bc / 4];
+  // Moments of this lane's elements of each row.
+  using Moments = ExponentMoment<float, Config::entropy>[2];
 
   static_assert(!Config::bounded || (Config::Mods::changes_scores && Row::highest < 0),
                 "bounded scores need log2 scores and the exponent range of bfloat16");
@@ -103,8 +148,10 @@ struct HopperSoftmax {
   // Computes P from the scores. Returns whether the base of any row of the warp changed, so that
   // the previous sums and output must be multiplied by `rescale`.
   __device__ bool exponentiate(Scores& scores, Probabilities& probabilities, float (&rescale)[2]) {
+    if constexpr (Config::max_logits) include_scores(scores);
     float sums[2];
-    compute_exponentials(scores, probabilities, sums);
+    Moments moments;
+    compute_exponentials(scores, probabilities, sums, moments);
     bool changes = false;
     // Bounded scores need no maximum: bfloat16 holds any p that they produce, float32 their sums.
     if constexpr (!Config::bounded) {
@@ -112,10 +159,14 @@ struct HopperSoftmax {
           __any_sync(~0u, any_empty | Row::is_too_large(sums[0]) | Row::is_too_large(sums[1]));
       if (changes) changes = bases_must_change(sums);
       if (changes) changes = change_bases(scores, sums, rescale);
-      if (changes) compute_exponentials(scores, probabilities, sums);
+      if (changes) compute_exponentials(scores, probabilities, sums, moments);
     }
     rows[0].sum += sums[0];
     rows[1].sum += sums[1];
+    if constexpr (Config::entropy) {
+      rows[0].moment += moments[0].moment;
+      rows[1].moment += moments[1].moment;
+    }
     return changes;
   }
 
@@ -133,18 +184,75 @@ struct HopperSoftmax {
     return must_change;
   }
 
-  // Computes P, and its sum over this lane's elements of each row.
+  // Includes the scores of a KV tile in the largest scores of this lane's rows. The softmax computes
+  // no maxima, so this is the cost of Config::max_logits. The scores are compared as integers, and
+  // again as floats only if the result may be wrong.
+  __device__ void include_scores(Scores& scores) {
+    if constexpr (Config::Mods::changes_scores) {
+      include_exponents(scores);
+      return;
+    }
+    // Without the pin, the compiler keeps copies of some scores as integers.
+    ptx::pin(scores);
+    float largest[2];
+    int signs = 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int previous = __float_as_int(rows[half].largest);
+      const int bits = largest_bits_of_lane<Bc>(scores, half, previous);
+      largest[half] = __int_as_float(bits);
+      signs |= bits;
+    }
+    // A result is wrong if all scores of its row so far are negative.
+    if (signs < 0) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        largest[half] = fmaxf(rows[half].largest, largest_of_lane<Bc>(scores, half));
+      }
+    }
+    rows[0].largest = largest[0];
+    rows[1].largest = largest[1];
+  }
+
+  // Does the same for changed scores, which are exponents relative to the base. For bfloat16 they
+  // are negative, except for those that outgrow the base and bounded ones.
+  __device__ void include_exponents(const Scores& scores) {
+    constexpr bool are_negative = !Config::bounded && Row::highest < 0;
+    float largest[2];
+    bool may_be_wrong = false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int bits = are_negative ? largest_negative_bits_of_lane<Bc>(scores, half)
+                                    : largest_bits_of_lane<Bc>(scores, half);
+      // If all exponents are negative, they do not matter to a row with a score above the base.
+      may_be_wrong |= are_negative ? bits >= 0 : bits < 0 && rows[half].largest < rows[half].base;
+      largest[half] = __int_as_float(bits);
+    }
+    if (may_be_wrong) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) largest[half] = largest_of_lane<Bc>(scores, half);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      rows[half].include_score(rows[half].base + largest[half]);
+    }
+  }
+
+  // Computes P, and over this lane's elements of each row, the sum and the moment.
   __device__ void compute_exponentials(const Scores& scores, Probabilities& probabilities,
-                                       float (&sums)[2]) const {
+                                       float (&sums)[2], Moments& moments) const {
     float parts[2][2] = {};
+    if constexpr (Config::entropy) moments[0] = moments[1] = {};
 #pragma unroll
     for (int i = 0; i < Bc / 4; ++i) {
       const int half = i % 2;
       float p[2];
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        p[c] = Row::probability(exponent(scores[2 * i + c], half));
+        const float exponent_of_p = exponent(scores[2 * i + c], half);
+        p[c] = Row::probability(exponent_of_p);
         parts[half][c] += p[c];
+        moments[half].include_exponent(p[c], exponent_of_p);
       }
       unsigned components[Operand::components];
       Operand::split(p[0], p[1], components);

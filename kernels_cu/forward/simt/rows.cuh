@@ -37,7 +37,8 @@ struct Rows {
 
   T scores[L::rows][L::keys];      // key j is position() + j * row_threads
   T out[L::rows][L::columns];      // vector j is at column (position() + j * row_threads) * width
-  SoftmaxRow<T> softmax[L::rows];  // sums over this thread's keys only, until finish()
+  // Their sums are over this thread's keys only, until finish().
+  SoftmaxRow<T, StatisticsOf<Config, T>> softmax[L::rows];
 
   __device__ static int first() {
     return threadIdx.x / 32 * (L::warp_rows * L::rows) + L::row_in_warp();
@@ -123,6 +124,7 @@ struct Rows {
     }
 #pragma unroll
     for (int i = 0; i < L::rows; ++i) {
+      softmax[i].include_score(tile_max[i]);
       const T rescale = softmax[i].update_max(tile_max[i], scale_log2);
 #pragma unroll
       for (int j = 0; j < L::columns; ++j) out[i][j] *= rescale;
@@ -131,10 +133,11 @@ struct Rows {
       for (int j = 0; j < L::keys; ++j) {
         // p is scaled by 2^-headroom. For p of 32 bits or more, multiplying by a power of two is
         // exact; subtracting headroom from the exponent before exp2 would round the exponent.
-        const T probability =
-            SoftmaxRow<T>::template probability<only_masks>(scores[i][j], scale_log2, base) *
-            T(power_of_half(L::headroom));
+        const T exponent =
+            SoftmaxRow<T>::template exponent<only_masks>(scores[i][j], scale_log2, base);
+        const T probability = SoftmaxMath<T>::exp2(exponent) * T(power_of_half(L::headroom));
         softmax[i].sum += probability;
+        softmax[i].include_exponent(probability, exponent);
         p[i * L::warp_rows * L::p_stride + j * L::row_threads] = keeps(i, j) ? probability : T(0);
       }
     }
@@ -180,6 +183,7 @@ struct Rows {
 #pragma unroll
       for (int bit = 1; bit < L::row_threads; bit *= 2) {
         softmax[i].sum += exchange(softmax[i].sum, bit);
+        if constexpr (Config::entropy) softmax[i].moment += exchange(softmax[i].moment, bit);
       }
       const T normalizer = softmax[i].normalizer();
 #pragma unroll

@@ -24,13 +24,24 @@ struct HopperSoftmax<Config, true> {
   using Probabilities = unsigned[Bc / 8];
   static constexpr float largest_exponent = 8;
 
-  struct Row {
+  struct Row : StatisticsOf<Config, float> {
     float base;  // p = exp2(score * scale_log2 - base); -inf before the first visible key
     float sum;   // sum of this lane's p
+
+    __device__ void reset() {
+      base = -Math::infinity();
+      sum = 0;
+      static_cast<StatisticsOf<Config, float>&>(*this) = {};
+    }
 
     // Returns log(sum(exp(scale * s))), the natural log-sum-exp. A NaN in the sum stays.
     __device__ float log_sum_exp() const {
       return sum == 0 ? -Math::infinity() : (base + Math::log2(sum)) * Math::ln_2;
+    }
+
+    __device__ RowSummary<float> summary(float unit) const {
+      if (sum == 0) return {};
+      return RowSummary<float>::of(*this, sum, Math::log2(sum), unit);
     }
   };
 
@@ -40,7 +51,10 @@ struct HopperSoftmax<Config, true> {
 
   __device__ explicit HopperSoftmax(const Params&) {}
 
-  __device__ void reset() { rows[0] = rows[1] = {-Math::infinity(), 0}; }
+  __device__ void reset() {
+    rows[0].reset();
+    rows[1].reset();
+  }
 
   // Sets the scales of a work tile: they depend on its batch and head.
   template <class WorkTile>
@@ -75,6 +89,7 @@ struct HopperSoftmax<Config, true> {
   __device__ void exponentiate(const Scores& scores, Probabilities& probabilities,
                                float (&rescale)[2]) {
     float largest[2], bases[2], parts[2][2] = {};
+    ExponentMoment<float, Config::entropy> moments[2];
     find_largest(scores, largest);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -82,6 +97,8 @@ struct HopperSoftmax<Config, true> {
       const float base = fmaxf(rows[half].base, least);
       bases[half] = base == -Math::infinity() ? 0 : base;
       rescale[half] = ptx::ex2_approx(rows[half].base - bases[half]);
+      rows[half].include_score(largest[half]);
+      rows[half].shift_base(bases[half] - rows[half].base, rows[half].sum, rescale[half]);
       rows[half].base = base;
     }
 #pragma unroll
@@ -90,36 +107,30 @@ struct HopperSoftmax<Config, true> {
       float p[2];
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        p[c] = ptx::ex2_approx(fmaf(scores[2 * i + c], scale_log2, -bases[half]));
+        const float exponent = fmaf(scores[2 * i + c], scale_log2, -bases[half]);
+        p[c] = ptx::ex2_approx(exponent);
         parts[half][c] += p[c];
+        moments[half].include_exponent(p[c], exponent);
       }
       Operand::store_pair(p[0], p[1], i, probabilities);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       rows[half].sum = fmaf(rows[half].sum, rescale[half], parts[half][0] + parts[half][1]);
+      if constexpr (Config::entropy) rows[half].moment += moments[half].moment;
     }
     ptx::pin(probabilities);
   }
 
  private:
-  // Finds this lane's largest score in each row. Comparing scores as integers takes one instruction
-  // for three. The result is wrong if all are negative. That matters only if all earlier scores of
-  // the row are negative, too: then the scores are compared again as floats.
+  // Finds this lane's largest score in each row. If all are negative, the result is wrong. That
+  // matters only if all earlier scores of the row are negative, too: then the scores are compared
+  // again as floats.
   __device__ void find_largest(const Scores& scores, float (&largest)[2]) const {
     bool may_count = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      constexpr int chains = 2;
-      int max[chains];
-#pragma unroll
-      for (int j = 0; j < Bc / 8; ++j) {
-        const int first = __float_as_int(scores[4 * j + 2 * half]);
-        const int second = __float_as_int(scores[4 * j + 2 * half + 1]);
-        max[j % chains] =
-            j < chains ? ::max(first, second) : ::max(::max(first, second), max[j % chains]);
-      }
-      const int bits = ::max(max[0], max[1]);
+      const int bits = largest_bits_of_lane<Bc>(scores, half);
       may_count |= bits < 0 && rows[half].base < -largest_exponent;
       largest[half] = __int_as_float(bits);
     }

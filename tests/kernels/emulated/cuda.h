@@ -15,6 +15,7 @@
 using std::exp2, std::log2, std::fma;
 
 inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fdividef(float x, float y) { return x / y; }
 inline bool __all_sync(unsigned, bool x) { return __ballot_sync(~0u, x) == ~0u; }
 inline bool __any_sync(unsigned, bool x) { return __ballot_sync(~0u, x) != 0; }
 
@@ -29,8 +30,9 @@ inline int __syncthreads_or(int x) {
   return any;
 }
 
-// Dynamic shared memory, which kernels declare as an external array of this name.
+// Dynamic shared memory, which kernels declare as an external array of one of these names.
 alignas(128) unsigned char shared_memory[232448];
+asm(".globl shared\n.set shared, shared_memory");
 
 inline unsigned __cvta_generic_to_shared(const void* pointer) {
   return unsigned(static_cast<const unsigned char*>(pointer) - shared_memory);

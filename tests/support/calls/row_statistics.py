@@ -63,8 +63,13 @@ def truth(call: ModifiedCall) -> Rows:
 def check(call: ModifiedCall, xp: Any, **how: Any) -> Rows:
     """Fail unless the statistics of the call agree with the reference; return its results."""
     found = run(call, xp, **how)
-    compare(found, truth(call), str(call), cap=tanh_error(DTYPES[call.dtype], call.caps()))
+    compare(found, truth(call), str(call), cap=cap_error(call))
     return found
+
+
+def cap_error(call: ModifiedCall) -> float:
+    """Return the largest error of a score that a softcap causes."""
+    return tanh_error(DTYPES[call.dtype], call.caps())
 
 
 def compare(found: Rows, expected: Rows, what: str, *, cap: float = 0.0, more: float = 0.0) -> None:

@@ -45,6 +45,12 @@ inline unsigned cvt_rn_bf16x2_f32(float low, float high) {
   return cvt_rn_bf16_f32(low) | unsigned(cvt_rn_bf16_f32(high)) << 16;
 }
 
+// Rounds to the nearest number with 10 binary digits after the point; ties away from 0.
+inline unsigned cvt_tf32_f32(float x) {
+  const unsigned bits = bits_as<unsigned>(x);
+  return std::isfinite(x) ? (bits + 0x1000) & ~0x1fffu : bits;
+}
+
 inline void st_shared(unsigned shared, unsigned x) {
   std::memcpy(shared_memory + shared, &x, sizeof x);
 }
@@ -125,6 +131,23 @@ inline void mma_m16n8k16_f16(float (&d)[4], const unsigned (&a)[4], unsigned b0,
 inline void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
   multiply_16x8x16(d, a, b0, b1,
                    [](unsigned short x) { return bits_as<float>(unsigned(x) << 16); });
+}
+
+// d += a b with TF32 operands, whose low 13 bits are ignored.
+inline void mma_m16n8k8_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  const int lane = threadIdx.x % 32;
+  const unsigned own[6] = {a[0], a[1], a[2], a[3], b0, b1};
+  const auto number = [](unsigned word) { return bits_as<float>(word & ~0x1fffu); };
+  with_words(own, [&](const auto* words) {
+    for (int i = 0; i < 4; ++i) {
+      for (int k = 0; k < 8; ++k) {
+        const auto& left = words[lane / 4 * 4 + k % 4];
+        const auto& right = words[(lane % 4 * 2 + i % 2) * 4 + k % 4];
+        d[i] += number(left.of[k / 4 * 2 + i / 2]) * number(right.of[4 + k / 4]);
+      }
+    }
+    return 0;
+  });
 }
 
 }  // namespace ptx

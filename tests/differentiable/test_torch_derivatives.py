@@ -286,13 +286,15 @@ def test_compiled_calls_drop_no_tangent(
     is_warm: bool, transform: Any, backend: str, device: str
 ) -> None:
     x, t = numbers(device), numbers(device)
+    # PyTorch runs an existing graph on dual tensors, too. Older releases, such as 2.11, compile one
+    # for them, as if they had no tangents.
+    makes_graph = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
     for fullgraph in (False, True):
         torch._dynamo.reset()
         compiled = torch.compile(dense, backend=backend, fullgraph=fullgraph)
         if is_warm:
             compiled(x)
-        # PyTorch runs an existing graph on dual tensors, too.
-        if fullgraph or (is_warm and transform is dual):
+        if fullgraph or (transform is dual and (is_warm or makes_graph)):
             with pytest.raises((NotImplementedError, RuntimeError), match=f"{TANGENT}|ttempt"):
                 transform(compiled, x, t)
         else:

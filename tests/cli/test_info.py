@@ -12,7 +12,8 @@ from support.gpu import fake_cupy
 
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.providers.providers import names
-from cupy_flash.families import FAMILIES, FORWARD
+from cupy_flash.cli.records.environment import kernel_name
+from cupy_flash.families import FAMILIES
 from cupy_flash.gpu.compiler import CUBINS_VARIABLE
 from cupy_flash.gpu.environment import gpu_unavailable
 from cupy_flash.planning import tuning
@@ -32,8 +33,8 @@ def test_json_tells_versions_places_families_and_providers() -> None:
 
     assert {"cupy_flash", "numpy", "python"} <= set(found["versions"])
     assert {"kernel_cache", "tuned_table", "prebuilt_kernels"} <= set(found["places"])
-    backward = {f"{name} backward" for name in FAMILIES["backward"]}
-    assert set(found["families"]) == set(FORWARD) | backward
+    families = {kernel_name(name, way) for way, of_way in FAMILIES.items() for name in of_way}
+    assert set(found["families"]) == families
     assert set(found["providers"]) == set(names())
     assert found["gpu_unavailable"] == gpu_unavailable()
     assert bool(found["gpus"]) == (gpu_unavailable() is None)

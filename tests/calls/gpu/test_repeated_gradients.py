@@ -21,7 +21,7 @@ NAMES = ("dout", "q", "k", "v", "out", "lse")
 GRADIENTS = ("dq", "dk", "dv")
 # Fields of the argument struct that are addresses in newly allocated memory.
 NEW = ("workspace", "kv_sums")
-STRUCT = _params_dtype(None, None, False, (), True)
+STRUCT = _params_dtype(None, None, False, (), "backward")
 Arrays = dict[str, FakeArray]
 
 

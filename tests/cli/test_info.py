@@ -13,7 +13,7 @@ from support.gpu import fake_cupy
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.providers.providers import names
 from cupy_flash.cli.records.environment import kernel_name
-from cupy_flash.families import FAMILIES
+from cupy_flash.families import FAMILIES, FORWARD
 from cupy_flash.gpu.compiler import CUBINS_VARIABLE
 from cupy_flash.gpu.environment import gpu_unavailable
 from cupy_flash.planning import tuning

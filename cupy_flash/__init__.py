@@ -18,6 +18,7 @@ from cupy_flash.api.jvp import flash_attention_jvp, flash_attention_varlen_jvp
 from cupy_flash.api.kvcache import flash_attention_with_kvcache
 from cupy_flash.api.plan import plan, plan_backward, plan_varlen, plan_with_kvcache
 from cupy_flash.api.quantize import quantize_kv
+from cupy_flash.api.received import attention_received
 from cupy_flash.api.rotary import apply_rotary, apply_rotary_vjp
 from cupy_flash.api.scaled_dot_product import scaled_dot_product_attention
 from cupy_flash.api.varlen import flash_attention_varlen
@@ -59,6 +60,7 @@ __all__ = [
     "attention_backward_reference",
     "attention_hvp_reference",
     "attention_jvp_reference",
+    "attention_received",
     "attention_reference",
     "attention_varlen_backward_reference",
     "attention_varlen_jvp_reference",

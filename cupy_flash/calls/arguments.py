@@ -253,9 +253,47 @@ class TangentArguments(NamedTuple):
         return append_arrays(plain, names, self.modification_arrays) if names else plain
 
 
+class ReceivedArguments(NamedTuple):
+    """Arrays of a call that sums attention weights over queries; `lse` is from the forward call."""
+
+    q: Any = None
+    k: Any = None
+    lse: Any = None
+
+    def key_arrays(self, options: Options) -> tuple[Any, ...]:
+        """Return all arrays."""
+        return self
+
+    def written(self, options: Options) -> dict[str, Any]:
+        """Return no array: the result is new."""
+        return {}
+
+    def require_given(self, options: Options) -> None:
+        """Raise TypeError if an array is None."""
+        require_arrays(self, self._fields[:_FIXED_OF_RECEIVED])
+
+    @property
+    def like(self) -> Any:
+        """Array that determines the array type of the result."""
+        return self.q
+
+    @property
+    def modification_arrays(self) -> tuple[Any, ...]:
+        """Arrays of modifications, which `append_arrays` has appended."""
+        return self[_FIXED_OF_RECEIVED:]
+
+    @property
+    def forward(self) -> Arguments:
+        """Record of the arrays of a forward call, whose values are the keys."""
+        plain = Arguments(q=self.q, k=self.k, v=self.k)
+        names = self._fields[_FIXED_OF_RECEIVED:]
+        return append_arrays(plain, names, self.modification_arrays) if names else plain
+
+
 # Number of fields of each record without the arrays of modifications, which are appended.
 _FIXED, _FIXED_OF_GRADIENTS = len(Arguments._fields), len(GradientArguments._fields)
 _FIXED_OF_TANGENTS = len(TangentArguments._fields)
+_FIXED_OF_RECEIVED = len(ReceivedArguments._fields)
 
 
 def in_field_order(

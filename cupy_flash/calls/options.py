@@ -47,6 +47,9 @@ class Options(NamedTuple):
     mod_key: ModificationKey | None = None
     return_max_logits: bool = False
     return_entropy: bool = False
+    # Sums of weights over queries: "heads" or "groups" (see `Problem.received`), and the first of
+    # the queries and the one after the last.
+    received: tuple[str, int, int] | None = None
 
     @property
     def statistics(self) -> tuple[str, ...]:

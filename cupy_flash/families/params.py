@@ -67,13 +67,18 @@ _TANGENT = _fields(TENSOR_DTYPE, "q_tangent k_tangent v_tangent out_tangent") + 
     np.uint64, "lse_tangent"
 )
 
+# Fields that kernels which sum weights over queries have after all other fields, see
+# received/params.cuh.
+_RECEIVED = _fields(np.uint64, "received") + _fields(np.int32, "first_query last_query")
+_MORE = {"backward": _BACKWARD, "tangent": _TANGENT, "received": _RECEIVED}
+
 
 def params_dtype(problem: Problem) -> np.dtype:
     """Return the dtype of the argument struct of a problem's kernels.
 
     The common fields come first, then the data of modifications, then the addresses of row
     statistics. The last fields are the scales of an 8-bit KV cache or of float8 inputs, or the
-    fields of the backward pass or of tangents.
+    fields of another direction than the forward pass.
     """
     mods = captures = None
     if problem.score is not None:
@@ -101,17 +106,19 @@ def _params_dtype(
     if has_statistics:
         fields += _fields(np.uint64, " ".join(STATISTICS))
     fields += [(name, TENSOR_DTYPE) for name in scales]
-    if direction == "tangent":
-        fields += _TANGENT
-    if direction == "backward":
-        fields += _BACKWARD
-        if captures is not None:
-            fields.append(("dcaptures", np.dtype([(name, np.uint64) for name in captures])))
+    fields += _MORE.get(direction, ())
+    if direction == "backward" and captures is not None:
+        fields.append(("dcaptures", np.dtype([(name, np.uint64) for name in captures])))
     return np.dtype(fields, align=True)
 
 
 # C++ type of the argument struct of each direction.
-_STRUCTS = {"forward": "Params", "backward": "GradientParams", "tangent": "TangentParams"}
+_STRUCTS = {
+    "forward": "Params",
+    "backward": "GradientParams",
+    "tangent": "TangentParams",
+    "received": "ReceivedParams",
+}
 
 
 def layout_assertions(problem: Problem) -> str:

@@ -23,6 +23,7 @@ _TYPES = {
     "float8_params": "Float8Params",
     "gradients": "GradientParams",
     "tangents": "TangentParams",
+    "received": "ReceivedParams",
     "maps": "TensorMaps",
     "biased_maps": "BiasedTensorMaps",
     "mla_maps": "MlaTensorMaps",
@@ -40,6 +41,7 @@ _ARGUMENTS = (
     ("maps", "float8_params"),
     ("gradients",),
     ("tangents",),
+    ("received",),
     ("gradient_maps", "gradients"),
     ("bias_gradient_maps", "gradients"),
 )
@@ -107,6 +109,7 @@ class Launch:
         "quantized_params" for an 8-bit KV cache and "float8_params" for float8 inputs. Backward:
         the tensor maps, if any ("gradient_maps", or "bias_gradient_maps" with the bias), and
         "gradients". Tangents: "tangents".
+        Sums of weights: "received".
     source
         File that contains the function, if it is not the family's own `.cu`.
     """

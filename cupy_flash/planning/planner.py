@@ -174,6 +174,8 @@ def count_blocks(mask: Mask, Br: int, Bc: int) -> tuple[int, int, int]:
 
 
 def _direction_text(problem: Problem) -> str:
+    if problem.received:
+        return f"sums of weights of {problem.received}, "
     if problem.moves:
         return f"tangent along {', '.join(problem.moves)}, "
     if problem.gradient is None:

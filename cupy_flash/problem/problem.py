@@ -54,7 +54,7 @@ MAX_SPLITS = 2**16 - 1
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention problem: forward, backward if it has a `gradient`, or a tangent if it `moves`.
+    """One attention problem: forward, or of another `direction`.
 
     Attributes
     ----------
@@ -94,6 +94,9 @@ class Problem:
         tangent of out. Its problem has the tensors of these tangents and out_tangent as well.
     statistics
         Names of the row statistics that a forward call returns, in the order of `STATISTICS`.
+    received
+        What the sums of weights over queries are for, "heads" (query heads) or "groups" (the query
+        heads of a KV head together); empty for a call that does not compute these sums.
     """
 
     dtype: str
@@ -116,6 +119,7 @@ class Problem:
     gradient: GradientSpec | None = None
     moves: tuple[str, ...] = ()
     statistics: tuple[str, ...] = ()
+    received: str = ""
 
     @property
     def gradient_spec(self) -> GradientSpec:
@@ -125,7 +129,9 @@ class Problem:
 
     @property
     def direction(self) -> str:
-        """Direction of the computation: "forward", "backward" or "tangent"."""
+        """Direction of the computation: "forward", "backward", "tangent" or "received"."""
+        if self.received:
+            return "received"
         if self.moves:
             return "tangent"
         return "forward" if self.gradient is None else "backward"
@@ -135,6 +141,8 @@ class Problem:
         """Names of the tensors that are written."""
         if self.moves:
             return ("out_tangent",)
+        if self.received:
+            return ()
         if self.gradient is None:
             return ("out",)
         return tuple(name for name in ("dq", "dk", "dv") if name in self.tensors)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from cupy_flash.reference.dropout import factors
 from cupy_flash.reference.eight_bits import widened
 from cupy_flash.reference.modifications import fitting_modifications, scaled
 from cupy_flash.reference.rows import (
+    Rows,
     Selection,
     chunks_of_rows,
     precision_of,
@@ -183,13 +184,7 @@ def _weights(
         if rows.end == 0 or columns == 0:
             continue
         with np.errstate(all="ignore"):
-            scores = rows.softmax_scores(q, k, scale, bound_mods, xp)
-            masked = scores == -np.inf
-            _, row_sum, _ = softmax_terms(xp, scores, sinks[rows.pairs.h])
-            scores *= factors(bound_mods.dropout, rows.pairs, scores.dtype, xp)
-            scores /= row_sum
-            # A NaN score makes its whole row NaN, including the masked keys.
-            scores[masked] = 0
+            scores = _row_weights(rows, q, k, scale, bound_mods, sinks, xp)
             # Weights are ordered as they are returned, so that those with equal numbers are ties.
             result = scores.astype(dtype, copy=False)
         if keys is None:
@@ -197,6 +192,71 @@ def _weights(
         else:
             rows.queries(weights)[...], rows.queries(keys)[...] = _largest(result, columns, xp)
     return (weights,) if keys is None else (weights, keys)
+
+
+def received_weights(
+    q: Any,
+    k: Any,
+    *,
+    queries: slice,
+    grouped: bool,
+    causal: bool,
+    softmax_scale: float | None,
+    q_offset: Any,
+    layout: str,
+    stream: Any,
+    modifications: Mapping[str, Any],
+) -> Any:
+    """Return the sums over queries of the weights of each key, computed in float64.
+
+    The parameters are those of `cupy_flash.attention_received`; `modifications` is a mapping.
+    """
+    with on_stream(stream, q):
+        convert = result_converter("q", q)
+        q_offset, others = with_offsets(q_offset, modifications)
+        refuse_other_lengths(others.get, "dense")
+        q = read("q", q)
+        batch, dtype = q.shape[:-3], precision_of(q.dtype)
+        q, k = queries_and_keys(q, k, layout)
+        xp, (sequences, heads_q, seqlen_q, _) = array_module(q), q.shape
+        heads_kv, seqlen_k = k.shape[1:3]
+        bound_mods = fitting_modifications(others, q, sizes_of(q, k), causal=causal)
+        scale, visible = resolve(q, k, softmax_scale, causal, q_offset)
+        sinks = sinks_of(xp, bound_mods, heads_q, np.float64)
+        selection = Selection(np.arange(heads_q), np.arange(seqlen_q)[queries], heads_q)
+        chosen = q[:, :, queries]
+        sums = xp.zeros((sequences, heads_q, seqlen_k), np.float64)
+        for rows in chunks_of_rows(xp, chosen, k, visible, bound_mods, selection=selection):
+            if rows.end == 0:
+                continue
+            with np.errstate(all="ignore"):
+                weights = _row_weights(rows, chosen, k, scale, bound_mods, sinks, xp)
+                sums[rows.b, rows.head, : rows.end] += weights.sum(axis=0)
+        if grouped:
+            sums = sums.reshape(sequences, heads_kv, heads_q // heads_kv, seqlen_k).sum(axis=2)
+        with np.errstate(all="ignore"):
+            result = sums.astype(dtype, copy=False)
+        return convert(result.reshape(*batch, *result.shape[1:]))
+
+
+def _row_weights(
+    rows: Rows,
+    q: Any,
+    k: Any,
+    scale: float,
+    bound_mods: BoundModifications,
+    sinks: Any,
+    xp: Any,
+) -> Any:
+    """Return the weights of a chunk of query rows in float64, 0 for masked keys."""
+    scores = rows.softmax_scores(q, k, scale, bound_mods, xp)
+    masked = scores == -np.inf
+    _, row_sum, _ = softmax_terms(xp, scores, sinks[rows.pairs.h])
+    scores *= factors(bound_mods.dropout, rows.pairs, scores.dtype, xp)
+    scores /= row_sum
+    # A NaN score makes its whole row NaN, including the masked keys.
+    scores[masked] = 0
+    return scores
 
 
 @opaque

@@ -193,6 +193,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "flash_attention_jvp": reference("flash_attention_jvp", 6),
     "attention_varlen_jvp_reference": reference("attention_varlen_jvp_reference", 3, *SPANS),
     "flash_attention_varlen_jvp": reference("flash_attention_varlen_jvp", 3, *SPANS),
+    "attention_received": reference("attention_received", 2),
     "attention_weights": reference("attention_weights", 2),
     "attention_with_kvcache_reference": reference(
         "attention_with_kvcache_reference", 3, cache_seqlens=[2, 4]

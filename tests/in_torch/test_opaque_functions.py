@@ -64,6 +64,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "second derivative": lambda x: cupy_flash.flash_attention_hvp(*[x] * 8)[0],
     "exact second derivative": lambda x: cupy_flash.attention_hvp_reference(*[x] * 8)[1],
     "weights": lambda x: cupy_flash.attention_weights(x, x, queries=-1),
+    "received": lambda x: cupy_flash.attention_received(x, x),
 }
 
 

@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 from support.foreign import Foreign
 
-from cupy_flash import MaskMod, ScoreMod, attention_reference, attention_weights, plot_attention
+from cupy_flash import (
+    MaskMod,
+    ScoreMod,
+    attention_received,
+    attention_reference,
+    attention_weights,
+    plot_attention,
+)
 from cupy_flash.mods.keywords import NAMES
 from cupy_flash.reference import rows
 
@@ -474,3 +481,47 @@ def test_without_matplotlib_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install 'cupy_flash\[plot\]'"):
         plot_attention(weights)
+
+
+# ---- Sums over queries
+
+
+@pytest.mark.parametrize("name", modifications(np.random.default_rng(), 7, 9))
+@pytest.mark.parametrize("queries", [None, slice(-3, None), slice(2, 5), slice(4, 1)])
+def test_what_a_key_receives_is_the_sum_of_its_weights(
+    name: str, queries: slice | None, rng: Generator
+) -> None:
+    q, k = random_qk(rng, 7, 9)
+    options = modifications(rng, 7, 9)[name]
+    weights = attention_weights(q, k, **options)[:, :, queries or slice(None)]
+    found = attention_received(q, k, queries=queries, **options)
+    np.testing.assert_allclose(found, weights.sum(axis=2), rtol=0, atol=1e-14)
+    grouped = attention_received(q, k, queries=queries, grouped=True, **options)
+    expected = found.reshape(BATCH, HEADS_KV, HEADS // HEADS_KV, 9).sum(axis=2)
+    np.testing.assert_allclose(grouped, expected, rtol=0, atol=1e-14)
+
+
+def test_received_sums_have_the_batch_axes_and_the_precision_of_the_inputs(rng: Generator) -> None:
+    q, k = (x.astype(np.float16) for x in random_qk(rng, 5, 8, batch=(3, 1)))
+    found = attention_received(q, k, causal=True)
+    assert found.shape == (3, 1, HEADS, 8)
+    assert found.dtype == np.float32
+    axes = [x.swapaxes(-2, -3) for x in (q, k)]
+    np.testing.assert_array_equal(attention_received(*axes, causal=True, layout="bhsd"), found)
+    # Each row of weights has the sum 1.
+    np.testing.assert_allclose(found.sum(axis=-1), 5, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("queries", "error", "message"),
+    [
+        ([1, 2], TypeError, "expected a slice"),
+        (3, TypeError, "expected a slice"),
+        (slice(0, 4, 2), ValueError, "without a step"),
+    ],
+)
+def test_queries_that_are_no_range_are_refused(
+    queries: Any, error: type[Exception], message: str, rng: Generator
+) -> None:
+    with pytest.raises(error, match=message):
+        attention_received(*random_qk(rng, 5, 8), queries=queries)

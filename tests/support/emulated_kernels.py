@@ -47,6 +47,7 @@ def run_on_host(
     mod_arrays: Mapping[str, Any],
     arrays: Mapping[str, Any],
     folder: Path,
+    more: Mapping[str, int] | None = None,
 ) -> None:
     """Run the only kernel of a plan on NumPy arrays, some of which it writes.
 
@@ -58,9 +59,14 @@ def run_on_host(
         Array of each field of the argument struct by name; fields without one are null.
     folder
         Folder for compiled kernels.
+    more
+        Numbers of other fields of the argument struct, by name.
     """
     [launch] = plan.launches
-    fixed, values = dict(fixed_fields(plan)), {n: x.ctypes.data for n, x in arrays.items()}
+    fixed, values = (
+        {**fixed_fields(plan), **(more or {})},
+        {n: x.ctypes.data for n, x in arrays.items()},
+    )
     sources = {name: name for name in values}
     if options.mod_key is not None:
         fixed["mods"], captured = packed_arguments(
@@ -84,7 +90,7 @@ def _compiled(plan: Plan, folder: Path) -> Any:
     [launch] = plan.launches
     # The asserted offsets of members are constants of CUDA's compiler only.
     lines = [line for line in plan.unit.text.splitlines() if "__INTADDR__" not in line]
-    type_of = {"params": "Params", "tangents": "TangentParams"}
+    type_of = {"params": "Params", "tangents": "TangentParams", "received": "ReceivedParams"}
     text = '#include "cuda.h"\n'
     text += "\n".join(lines) + _RUN.format(type=type_of[launch.arguments[0]], entry=launch.entry)
     name = hashlib.sha256(text.encode()).hexdigest()[:16]

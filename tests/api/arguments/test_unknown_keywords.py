@@ -26,7 +26,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "attention_hvp_reference": ((Q, Q, Q, Q), {}),
     "attention_jvp_reference": (DENSE, {}), "attention_reference": (DENSE, {}),
     "attention_varlen_backward_reference": ((ROWS, *PACKED), {}),
-    "attention_varlen_jvp_reference": (PACKED, {}),
+    "attention_received": ((Q, Q), {}), "attention_varlen_jvp_reference": (PACKED, {}),
     "attention_varlen_reference": (PACKED, {}), "attention_weights": ((Q, Q), {}),
     "attention_with_kvcache_reference": (DENSE, {"cache_seqlens": 4}),
     "flash_attention": (DENSE, {}), "flash_attention_backward": (GRADIENTS, {}),

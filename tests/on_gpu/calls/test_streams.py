@@ -216,6 +216,7 @@ CALLS_OF_ONE: dict[str, Callable[..., Any]] = {
     "attention_jvp_reference": lambda x, _, **stream: cupy_flash.attention_jvp_reference(
         *[x] * 6, **stream
     ),
+    "attention_received": lambda x, _, **stream: cupy_flash.attention_received(x, x, **stream),
     "attention_weights": lambda x, _, **stream: cupy_flash.attention_weights(
         x, x, top_k=5, **stream
     ),

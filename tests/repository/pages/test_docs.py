@@ -130,6 +130,7 @@ def test_functions_of_dense_arrays_are_found() -> None:
         "attention_backward_reference": 1,
         "attention_hvp_reference": 1,
         "attention_jvp_reference": 1,
+        "attention_received": 1,
         "attention_reference": 1,
         "attention_weights": 1,
         "flash_attention": 3,

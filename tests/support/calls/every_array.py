@@ -25,15 +25,15 @@ FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 # Arguments that neither are arrays nor contain any.
 PLAIN = {
     "arch", "ax", "b", "backend", "batch", "batch_invariant", "block", "causal", "colorbar",
-    "compute_scales", "dropout_p", "dtype", "enable_gqa", "family", "grad_dtype", "h", "head_dim_v",
-    "heads_q", "interleaved", "is_causal", "layout", "max_seqlen_k", "max_seqlen_q", "num_splits",
-    "out_dtype", "per", "return_entropy", "return_lse", "return_max_logits", "rotary_interleaved",
-    "scale", "seqlen_k", "seqlen_q", "softcap", "softmax_scale", "stream", "tile", "vmax",
-    "window_size", "wrt",
+    "compute_scales", "dropout_p", "dtype", "enable_gqa", "family", "grad_dtype", "grouped", "h",
+    "head_dim_v", "heads_q", "interleaved", "is_causal", "layout", "max_seqlen_k", "max_seqlen_q",
+    "num_splits", "out_dtype", "per", "return_entropy", "return_lse", "return_max_logits",
+    "rotary_interleaved", "scale", "seqlen_k", "seqlen_q", "softcap", "softmax_scale", "stream",
+    "tile", "vmax", "window_size", "wrt",
 }  # fmt: skip
 # Annotations of further arguments that are no arrays. Their names may be those of arrays in other
 # functions.
-PLAIN_TYPES = ("int", "int | None", "Sequence[str] | None")
+PLAIN_TYPES = ("int", "int | None", "slice | None", "Sequence[str] | None")
 # Arrays that a call writes; arrays of JAX are immutable.
 WRITTEN = frozenset({"out", "dq", "dk", "dv", "dqkv"})
 # Required arguments of functions that take sizes, or a function of the user, instead of arrays.
@@ -196,6 +196,7 @@ def kind_of(function: Callable[..., Any]) -> str:
         ("positions", "rotary"),
         ("per", "quantize"),
         ("top_k", "weights"),
+        ("grouped", "received"),
     ):
         if name in names:
             return kind
@@ -271,6 +272,10 @@ class _World:
                 "q": self._values(BATCH, ROWS, *rows),
                 "k": self._values(BATCH, KEYS, *keys),
             },
+            "received": {
+                "q": self._values(BATCH, ROWS, *rows),
+                "k": self._values(BATCH, KEYS, *keys),
+            },
             "plot_attention": {"weights": np.abs(self._values(ROWS, KEYS))},
             "check_mod": {"mod": self._score_mod()},
             "dropout_mask": {
@@ -320,6 +325,11 @@ class _World:
                 lambda v: {name: v[name]},
             ),
             "dout_tangent": lambda v: {name: self._values(*v["dout"].shape)},
+            "lse": lambda v: {
+                name: cupy_flash.flash_attention(
+                    v["q"], v["k"], v["k"], return_lse=True, backend="cpu"
+                )[1]
+            },
             "out": lambda v: {name: self._poison(self._out_shape(v))},
             **dict.fromkeys(
                 ("dq", "dk", "dv", "dqkv"), lambda v: {name: self._poison(v[name[1:]].shape)}

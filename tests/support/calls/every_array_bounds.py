@@ -13,6 +13,7 @@ Let u be half the eps of the inputs, and w the largest magnitude of an element o
 - *Rotated rows*: GPU and CPU round each element once, and gradients of rotated rows twice.
 - *8-bit numbers* and their scales: the same bits.
 - *Attention weights*: GPU and CPU compute them in float64, and each round once to float32.
+- *Sums of weights*: a GPU computes them in float32, or float64 for float64 inputs.
 - *Keys that are rotated or have scales*, which are rounded before the product: the error rules of
   varlen and KV-cache calls and of float8.
 """
@@ -58,6 +59,11 @@ def check_results(call: Call, found: Sequence[np.ndarray], expected: Sequence[np
         _check_rotated(found, expected)
     elif kind == "weights":
         _check_weights(found, expected)
+    elif kind == "received":
+        # Scores of up to 30 and their sums have errors of a few ulps.
+        (sums,), (right,) = found, expected
+        bound = 64 * 30 * float(np.finfo(sums.dtype).eps) * max(1.0, float(right.max()))
+        assert (error := max_error(sums, right)) <= bound, f"off by {error:.3g}, {bound:.3g}"
     elif kind in ("quantize", "dropout_mask"):
         for array, right in zip(found, expected, strict=True):
             np.testing.assert_array_equal(array, right)

@@ -36,7 +36,7 @@ struct MmaTangents {
   static_assert(row_tiles * 16 * Config::warps == Br && Bc % 16 == 0, "whole fragments");
   static_assert(stages == 1 || stages == 2, "1 or 2 stages");
 
-  // Which inputs have tangents. Without those of q and k, the scores have none, and H is 0.
+  // Whether q, k and v have tangents. If q and k have none, the scores have none, and H is 0.
   static constexpr bool moves_q = Config::moves_q;
   static constexpr bool moves_k = Config::moves_k;
   static constexpr bool moves_v = Config::moves_v;
@@ -126,7 +126,7 @@ struct MmaTangents {
   }
 
  private:
-  // Returns the end of the query tile's rows.
+  // Returns one past the last row of the query tile.
   __device__ int q_end() const { return min(coord.q_begin + Br, sequence.seqlen_q); }
 
   // Returns the index of the lane's r-th row.
@@ -146,7 +146,7 @@ struct MmaTangents {
     return false;
   }
 
-  // Starts the loads of the rows from `first` on. Rows that do not exist become zeros.
+  // Starts the loads of `Rows` rows from row `first` on. Rows past the end of `source` become 0.
   template <int Rows, int Dim, class Layout>
   __device__ void start(unsigned target, const HeadRows<Element>& source, int first) {
     using Copy = RowCopy<Layout, Element, Rows, Dim, threads, Config::alignment>;
@@ -185,9 +185,9 @@ struct MmaTangents {
     ptx::cp_async_commit_group();
   }
 
-  // Computes S and S. of a tile. Products with K precede those with its tangent, so that few
-  // consecutive products add to the same accumulators. The next fragment is read from shared memory
-  // during the current products.
+  // Computes S and S. of a tile. The products with K precede the products with its tangent, so that
+  // few consecutive products add to the same accumulators. The next fragment is read from shared
+  // memory during the current products.
   __device__ void multiply_scores(int stage) {
     clear(scores);
     clear(tangents);
@@ -258,7 +258,7 @@ struct MmaTangents {
         [&](int r, int n, bool is_visible, bool, float exponent, float slope) {
           const float probability = is_visible ? SoftmaxMath<float>::exp2(exponent) : 0;
           element(scores, r, n) = probability;
-          // If functions may mask pairs, a score of -inf masks its pair, too.
+          // If a function may mask pairs, a score of -inf also masks its pair.
           const bool counts = Config::may_mask_pairs ? probability != 0 : is_visible;
           float& tangent = element(tangents, r, n);
           tangent = counts ? tangent * (scale * slope) : 0;

@@ -4,22 +4,23 @@
 //
 //   lse. = rowsum(P t.)        out. = (P (t. - lse.)) V + P V.
 //
-// A kernel iterates over the keys once, so it does not know lse. in advance. It sums H V with
-// H = P (t. - c) instead, where c is constant in a row, and adds (c - lse.) out at the end:
+// A kernel iterates over the keys once, so it does not know lse. in advance. It therefore sums H V
+// with H = P (t. - c), where c is constant in a row, and adds (c - lse.) out at the end:
 //
 //   lse. - c = rowsum(H)       out. = H V + P V. + (c - lse.) out
 //
-// H and `out` are rounded. Their errors cancel less the closer c is to lse. So c is the tangent of
-// the largest P in the row's first KV tile with a visible key. A row that attends to one key has
-// H = 0, and the tangent of its output is exactly that of the value.
+// H and `out` are rounded. The terms that they contribute cancel less if c is close to lse., so
+// that the result is more accurate. c is the t. of the largest P in the first processed KV tile
+// with a visible key of the row. A row that attends to one key has H = 0, and the tangent of its
+// output is exactly the tangent of that key's value.
 #pragma once
 
 #include "backward/softmax_backward.cuh"
 #include "tangents/params.cuh"
 
-// Returns the log-sum-exp of a row as an exponent of two, from which P follows; +inf for a row that
-// does not exist or has no tangent, whose P is then 0. Rows with scores of very large magnitude are
-// taken for padding, as in the backward pass (preprocess/preprocess.cuh).
+// Returns the log-sum-exp of a row in base 2, from which P follows. For a row that does not exist
+// or that has no tangent, returns +inf, so that its P is 0. Rows with scores of very large
+// magnitude count as padding, as in the backward pass (preprocess/preprocess.cuh).
 template <class Config, class T = Accumulator<typename Config::Element>>
 __device__ T lse_log2_of(const TangentParams& p, const Sequence& sequence, int head, int row) {
   const T infinity = SoftmaxMath<T>::infinity();
@@ -35,7 +36,7 @@ __device__ T lse_log2_of(const TangentParams& p, const Sequence& sequence, int h
   }
 }
 
-// `lanes` consecutive lanes hold the pairs of a row.
+// Sums of one query row, whose pairs are held by `lanes` consecutive lanes.
 template <class T, int lanes>
 struct TangentRow {
   T lse_log2;
@@ -43,9 +44,10 @@ struct TangentRow {
   T sum = 0;            // this lane's part of rowsum(H)
   bool has_key = false;  // whether a key with P > 0 was found
 
-  // Sets `center` if the row has had no key so far. probability(n) and tangent(n) are P and t. of
-  // the lane's n-th of `count` pairs in a KV tile. If even the largest P is below `least`, the tile
-  // says little about lse., and `center` stays 0. All lanes of a warp call this together.
+  // Sets `center` if no earlier KV tile had a visible key of the row. probability(n) and tangent(n)
+  // are P and t. of the n-th of the lane's `count` pairs in the KV tile. If even the largest P is
+  // below `least`, the tile says little about lse., and `center` stays 0. All lanes of a warp must
+  // call this function together.
   template <int count, class Probability, class Tangent>
   __device__ void find_center(T least, Probability probability, Tangent tangent) {
     T total = 0, largest = 0, its_tangent = 0;
@@ -63,7 +65,7 @@ struct TangentRow {
       total += __shfl_xor_sync(~0u, total, bit);
       const T other = __shfl_xor_sync(~0u, largest, bit);
       const T other_tangent = __shfl_xor_sync(~0u, its_tangent, bit);
-      // All lanes must choose the same pair, in whatever order they compare.
+      // Ties are broken by the tangent, so that all lanes choose the same pair in any order.
       if (other > largest || (other == largest && other_tangent > its_tangent)) {
         largest = other;
         its_tangent = other_tangent;
@@ -81,14 +83,14 @@ struct TangentRow {
     return h;
   }
 
-  // Completes the sum of the row. All lanes of a warp call this together.
+  // Sums the row over its lanes. All lanes of a warp must call this function together.
   __device__ void add_lanes() {
 #pragma unroll
     for (int bit = 1; bit < lanes; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
   }
 
-  // Returns lse. - c. The weight of the sink is missing in the row sum of P, which lse. is a mean
-  // over, so that the sum of H contains c times this weight.
+  // Returns lse. - c. With a sink, the sum of P in a row is 1 minus the weight of the sink, so that
+  // rowsum(H) is larger than lse. - c by c times this weight.
   template <class Config>
   __device__ T distance(const TangentParams& p, int head) const {
     if constexpr (Config::sinks) {
@@ -99,7 +101,7 @@ struct TangentRow {
   }
 
  private:
-  // A template, because `mods.sinks` exists only in translation units with modifications.
+  // This function is a template because `mods.sinks` exists only in units with modifications.
   template <class AnyParams>
   __device__ T sink_weight(const AnyParams& p, int head) const {
     using Math = SoftmaxMath<T>;

@@ -143,11 +143,11 @@ struct SimtTangents {
         [&](int r, int n) -> T& { return scores[r][n]; }, [](int n) { return n * side; },
         [&](int r, int n, bool is_visible, bool, T exponent, T slope) {
           T probability = is_visible ? SoftmaxMath<T>::exp2(exponent) : T(0);
-          // The error of P is as large as its distance from 1 here. Rows that attend to one key
-          // then have exactly the tangent of its value.
+          // Above the threshold, P differs from 1 by no more than its rounding error, so it is set
+          // to 1. A row that attends to one key then has exactly the tangent of that key's value.
           if (probability > softmax.threshold({rows[r].lse_log2, 0})) probability = 1;
           scores[r][n] = probability;
-          // If functions may mask pairs, a score of -inf masks its pair, too.
+          // If a function may mask pairs, a score of -inf also masks its pair.
           const bool counts = Config::may_mask_pairs ? probability != 0 : is_visible;
           tangents[r][n] = counts ? tangents[r][n] * (scale * slope) : T(0);
         },

@@ -126,10 +126,10 @@ def test_a_row_with_one_key_has_the_tangent_of_its_value(
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("mma", "float16"), ("simt", "float32")])
-def test_what_is_hidden_leaves_no_trace(family: str, dtype: str, folder: Path, rng: Any) -> None:
+def test_masked_pairs_affect_no_tangent(family: str, dtype: str, folder: Path, rng: Any) -> None:
     arrays = arrays_of(rng, dtype, (75, 130))
     mask = rng.random((75, 130)) < 0.7
-    # The first rows attend to no key, and no row to the keys 7 and 90 to 129.
+    # The first rows attend to no key, and no row attends to key 7 or to the keys 90 to 129.
     mask[:3] = mask[:, 7] = mask[:, 90:] = False
     expected = tangents_on_host(family, arrays[:3], arrays[3:], {"mask": mask}, folder)
     for i in (0, 3):

@@ -81,7 +81,7 @@ class DifferentiableCall(NamedTuple):
         return dispatch.attention(self.arguments(inputs), options, "auto", 0, modifications)
 
     def with_statistics(self, return_max_logits: Any, return_entropy: Any) -> DifferentiableCall:
-        """Return the call with row statistics if the arguments, which are checked, say so."""
+        """Return the call with the requested row statistics, after checks of both arguments."""
         options = with_statistics(self.options, return_max_logits, return_entropy)
         return self if options is self.options else self._replace(options=options)
 
@@ -233,7 +233,7 @@ class DifferentiableCall(NamedTuple):
 
 
 def returned(results: tuple[Any, ...], return_lse: bool) -> Any:
-    """Return what a public function returns of out, lse, and row statistics if there are any."""
+    """Return the results of a public function, given out, lse and row statistics, if any."""
     out, lse, *statistics = results
     others = (lse, *statistics) if return_lse else tuple(statistics)
     return (out, *others) if others else out

@@ -58,7 +58,7 @@ struct Params {
   BlockMask block_mask;
 #endif
 #ifdef CUPY_FLASH_STATISTICS
-  // Row statistics in the form of lse; each is null if the call does not return it.
+  // Row statistics, with the shape of lse. Each is null if the call does not return it.
   void* max_logits;
   void* entropy;
 #endif

@@ -5,9 +5,9 @@
 Each row is one call on random bfloat16 arrays with tangents of q, k and v. `jvp` is
 `flash_attention_jvp`, and `forward` the forward pass alone. `formula` computes the output and its
 tangent by matrix products of whole score matrices, and `torch.func` applies `torch.func.jvp` to
-such a formula of the output. Calls alternate, each is enqueued while the GPU is busy, and medians
-count. `error` is the largest error of the tangent of the first head, and `formula error` that of
-the formula, against the formula in float64. Needs a GPU and PyTorch.
+such a formula of the output. The calls alternate, and each is enqueued while the GPU is busy. The
+times are medians. `error` is the largest error of the tangent of the first head, compared with the
+formula in float64, and `formula error` is that of `formula`. The script needs a GPU and PyTorch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def formula(arrays: list[torch.Tensor], causal: bool) -> tuple[torch.Tensor, tor
 
 
 def by_torch_func(arrays: list[torch.Tensor], causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `formula` returns."""
+    """Return the output and its tangent, as `formula` does, by `torch.func.jvp`."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return weights_of(q, k, causal) @ v
@@ -60,12 +60,12 @@ def by_torch_func(arrays: list[torch.Tensor], causal: bool) -> tuple[torch.Tenso
 
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the largest difference from the first head of the first batch."""
+    """Return the largest error of the first head of the first batch."""
     return float((found[:1, :1].double() - exact).abs().max())
 
 
 def measure(timer: GpuTimer, head_dim: int, causal: bool) -> dict[str, Any]:
-    """Return the row of one head_dim."""
+    """Return the row of the record for one head_dim."""
     heads = _WIDTH // head_dim
     kind: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     torch.manual_seed(0)

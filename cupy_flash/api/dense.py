@@ -106,8 +106,8 @@ def flash_attention(
         Log-sum-exp, natural logarithm, only with return_lse. float32, for float64 inputs float64.
         It is -inf for a fully masked row without a sink.
     max_logits : array, shape (batch, heads_q, seqlen_q)
-        Largest score of a key of each row, after all modifications, only with return_max_logits.
-        Dtype of lse. It is -inf for a fully masked row, and NaN where lse is.
+        Largest score of each row over its keys, after all modifications, only with
+        return_max_logits. Dtype of lse. It is -inf for a fully masked row, and NaN if lse is NaN.
     entropy : array, shape (batch, heads_q, seqlen_q)
         Entropy of each row's weights, -sum(w * log(w)) over the keys, only with return_entropy.
         Dtype of lse. It is 0 for a fully masked row. See docs/guide/usage.md for sinks.
@@ -188,8 +188,8 @@ def flash_attention_qkvpacked(
     Returns
     -------
     out : array, shape (batch, seqlen, heads, head_dim)
-        Output. With return_lse, return_max_logits or return_entropy, a tuple of out and the results
-        of `flash_attention` that these ask for.
+        Output. With return_lse, return_max_logits or return_entropy, a tuple of out and the
+        requested results, see `flash_attention`.
 
     Raises
     ------

@@ -87,18 +87,19 @@ def flash_attention_hvp(
     float64. All sums are float32, or float64 for float64 inputs. A GPU waits between chunks, so
     that the call cannot be captured in a CUDA graph.
 
-    Masked pairs affect no result, whatever their keys, values and tangents hold. A query that
-    attends to a single key has scores without effect, so that its tangents of dq and its
-    contribution to those of dk are exactly 0 unless dlse or its tangent is given.
+    Masked pairs affect no result, whatever their keys, values and tangents hold. The score of a
+    query that attends to a single key has no effect on the output. The tangent of dq of such a
+    query, and its contribution to the tangent of dk, are exactly 0 unless dlse or its tangent is
+    given.
 
-    The derivatives of out and lse along the same direction, which are the gradients of the dot
-    product of direction and gradients with respect to dout and dlse, are the tangents that
-    `flash_attention_jvp` computes.
+    The dot product of the direction and the gradients of q, k and v can also be differentiated with
+    respect to dout and dlse. These derivatives are the tangents of out and lse along the direction,
+    which `flash_attention_jvp` computes.
 
     References
     ----------
-    Pearlmutter, "Fast Exact Multiplication by the Hessian" (1994), differentiates gradients along
-    a direction, as this function does.
+    Pearlmutter, "Fast Exact Multiplication by the Hessian" (1994), computes products with the
+    Hessian as derivatives of gradients along a direction.
 
     Examples
     --------

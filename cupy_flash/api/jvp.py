@@ -81,12 +81,12 @@ def flash_attention_jvp(
     Notes
     -----
     On a GPU, the call is `flash_attention` followed by one kernel, which computes the scores and
-    their tangents tile by tile. On the CPU, it uses array operations in chunks of query rows, which
-    take up to half a GiB, or one GiB if the inputs are float64. Either way the memory grows with
-    the lengths of the sequences rather than with their product. All sums are float32, or float64
-    for float64 inputs.
+    their tangents tile by tile. On the CPU, it uses array operations on chunks of query rows, and a
+    chunk takes up to half a GiB, or one GiB if the inputs are float64. In both cases, memory grows
+    with the lengths of the sequences rather than with their product. All sums are float32, or
+    float64 for float64 inputs.
 
-    Masked pairs affect no result, whatever their queries and keys and the tangents of these hold.
+    Masked pairs affect no result, whatever their queries, keys and the tangents of these hold.
     On a GPU, a NaN or infinity in a masked value or its tangent may reach rows that attend to other
     keys of the same KV tile. A query that attends to no key has tangents of 0, and one that attends
     to a single key has exactly the tangent of its value.
@@ -167,8 +167,8 @@ def flash_attention_varlen_jvp(
     Returns
     -------
     out : array, shape (total_q, heads_q, head_dim_v)
-        Output, with the array type and dtype of q. Rows that attend to no key or belong to no
-        sequence have 0.
+        Output, with the array type and dtype of q. Rows that attend to no key, or belong to no
+        sequence, are 0.
     out_tangent : array, shape (total_q, heads_q, head_dim_v)
         Tangent of the output, with the array type and dtype of q.
     lse : float32 or float64 array, shape (heads_q, total_q)

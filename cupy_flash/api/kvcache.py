@@ -160,8 +160,8 @@ def flash_attention_with_kvcache(
         Log-sum-exp, natural logarithm, only with return_lse. float32, for float64 inputs float64.
         It is -inf for a fully masked row without a sink.
     max_logits : array, shape (batch, heads_q, seqlen_q)
-        Largest score of a key of each row, after all modifications, only with return_max_logits.
-        Dtype of lse. It is -inf for a fully masked row, and NaN where lse is.
+        Largest score of each row over its keys, after all modifications, only with
+        return_max_logits. Dtype of lse. It is -inf for a fully masked row, and NaN if lse is NaN.
     entropy : array, shape (batch, heads_q, seqlen_q)
         Entropy of each row's weights, -sum(w * log(w)) over the keys, only with return_entropy.
         Dtype of lse. It is 0 for a fully masked row. See docs/guide/usage.md for sinks.

@@ -224,7 +224,7 @@ class TangentArguments(NamedTuple):
         return {}
 
     def require_given(self, options: Options) -> None:
-        """Raise TypeError if an array is None that every such call needs."""
+        """Raise TypeError if an array that every such call needs is None."""
         require_arrays(self, _REQUIRED_FOR_TANGENTS)
 
     @property

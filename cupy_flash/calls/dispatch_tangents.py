@@ -1,4 +1,4 @@
-"""Tangents of attention on a GPU: the forward pass, and the kernel that reads its results."""
+"""Tangents of attention on a GPU: the forward pass, and a kernel that reads its results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cupy_flash.calls.dispatch import Computation, attention, run
 from cupy_flash.calls.gpu.tangents import TANGENTS
 from cupy_flash.calls.options import Options
 
-# The formula in `cupy_flash.reference` computes the tangents of host arrays.
+# There is no host function: the formula in `cupy_flash.reference` computes tangents of host arrays.
 _TANGENTS = Computation(TANGENTS, None)
 
 
@@ -27,12 +27,13 @@ def on_gpu(
 ) -> tuple[Any, Any, Any, Any] | None:
     """Return out, its tangent, lse and its tangent.
 
-    The result is None if q is not on a GPU or no tangent is given: then no kernel computes it.
+    The result is None if q is not on a GPU or if no tangent is given. Kernels do not compute these
+    calls.
 
     Parameters
     ----------
     inputs, tangents
-        q, k and v, and the tangents of q, k and v, or None for each tangent that is zero.
+        q, k and v, and their tangents in the same order; None for a tangent that is zero.
     options, modifications, stream
         See `cupy_flash.calls.dispatch.attention`.
     lengths

@@ -64,7 +64,7 @@ class Options(NamedTuple):
 
 
 def with_statistics(options: Options, return_max_logits: Any, return_entropy: Any) -> Options:
-    """Return the options of a call that returns row statistics if the arguments say so.
+    """Return the options with the requested row statistics.
 
     Raises
     ------

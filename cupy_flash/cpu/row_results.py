@@ -1,8 +1,8 @@
 """Results of the CPU backend with one number per query row: log-sum-exp and row statistics.
 
-The statistics follow from the running sums of the online softmax. With p = exp(score - max), the
-sum of p and the moment, the sum of p * (score - max), the entropy of the weights p / sum is
-log(sum) - moment / sum.
+The statistics follow from the running sums of the online softmax. Let p = exp(score - max), let sum
+be the sum of p, and let the moment be the sum of p * (score - max). The entropy of the weights
+p / sum is then log(sum) - moment / sum.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from cupy_flash.problem.problem import EMPTY_ROW
 
 Array = NDArray[Any]
 
-# Lower bound of score - max in a moment. exp of it is 0 in every dtype, so that the bound changes
-# no term, but 0 times -inf would be NaN.
+# Lower bound of score - max in a moment. It changes no term, because exp of the bound is 0 in every
+# dtype. Without it, masked pairs would add 0 * -inf, which is NaN.
 _LEAST_EXPONENT = -1e4
 
 
@@ -45,11 +45,11 @@ class RowResults(NamedTuple):
         return self.max_logits is not None or self.entropy is not None
 
     def each(self, function: Callable[[Array], Array]) -> RowResults:
-        """Return the requested arrays, each as `function` returns it, such as a view of rows."""
+        """Return the results of `function`, such as views of rows, for the requested arrays."""
         return RowResults(*(None if array is None else function(array) for array in self))
 
     def write_empty(self, lse: Any = -np.inf) -> None:
-        """Write the results of rows that attend to no key; `lse` is that of their sinks, if any."""
+        """Write the results of rows that attend to no key; `lse` holds their sinks, if any."""
         values = {"lse": lse, **EMPTY_ROW}
         for name, array in zip(self._fields, self, strict=True):
             if array is not None:
@@ -85,7 +85,7 @@ class KeySums(NamedTuple):
     def write(self, rows: RowResults, lse: Array, empty: Array | None, *, has_sinks: bool) -> None:
         """Write the statistics of rows, given their log-sum-exps including sinks.
 
-        `empty` says which rows have no score above -inf; None if there is no such row.
+        `empty` marks the rows without a score above -inf; None if there is no such row.
         """
         if rows.max_logits is not None:
             rows.max_logits[...] = self.row_max.reshape(rows.max_logits.shape)
@@ -94,7 +94,7 @@ class KeySums(NamedTuple):
             assert self.moment is not None
             entropy = np.maximum(np.log(self.row_sum) - self.moment / self.row_sum, 0)
             if has_sinks:
-                # The weights of the keys sum to `share`, and the sink has the rest.
+                # exp(log_share) is the sum of the keys' weights. The sink has the remaining weight.
                 log_share = self.row_max + np.log(self.row_sum) - lse.reshape(self.row_max.shape)
                 entropy = np.exp(log_share) * (entropy - log_share)
             rows.entropy[...] = entropy.reshape(rows.entropy.shape)

@@ -130,7 +130,7 @@ def forward(
             np.copyto(array, np.nan, where=nan_rows)
     result = result.reshape(heads_kv, seqlen_q, group, head_dim_v).swapaxes(0, 1)
     np.copyto(out, result.reshape(out.shape), casting="same_kind")
-    # The axes of the rows here are KV heads, queries, and query heads of a KV head.
+    # The rows here have the axes (heads_kv, seqlen_q, group).
     results = results.each(lambda array: array.reshape(heads_kv, group, seqlen_q).swapaxes(1, 2))
     if results.lse is not None:
         np.copyto(results.lse, row_lse.reshape(results.lse.shape), casting="same_kind")

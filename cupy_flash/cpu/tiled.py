@@ -124,7 +124,7 @@ class _Tile:
         acc += product
 
     def _shift_moment(self, change: Array) -> None:
-        """Make the moments relative to new maxima; `change` is the old ones minus the new ones."""
+        """Make the moments relative to new maxima; `change` is old minus new maxima."""
         assert self.moment is not None
         self.moment = shifted_moment(self.moment, self.row_sum, change, np.exp(change))
 

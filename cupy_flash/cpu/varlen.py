@@ -130,7 +130,8 @@ def varlen_forward(
     paged = block_table is not None
     integers = cu_seqlens_q, cu_seqlens_k, seqused_k
     # Modifications use indices within a sequence, and 8-bit keys are dequantized one sequence at a
-    # time. In these cases, each sequence is a separate pass. Padded sequences have no statistics.
+    # time. In these cases, each sequence is a separate pass. The same holds for row
+    # statistics, which the code for padded sequences does not compute.
     join = not batch_invariant and bound_mods is None and scales is None
     join = join and not results.has_statistics
     step_key: tuple[Any, ...] = (

@@ -463,7 +463,7 @@ def inspects(problem: Problem) -> bool:
     )
 
 
-def _may_have_one_key(problem: Problem) -> bool:
+def may_have_one_key(problem: Problem) -> bool:
     """Return whether some query row may attend to only one key."""
     is_plain = problem.mask.is_full and problem.layout.is_dense
     is_plain &= problem.score is None or not problem.score.conceals
@@ -516,6 +516,6 @@ def config(
         "fetches_kv_tiles": fetches_kv_tiles,
         "may_mask_pairs": problem.score is not None and problem.score.conceals,
         "inspects": inspects(problem),
-        "has_one_key_rows": _may_have_one_key(problem),
+        "has_one_key_rows": may_have_one_key(problem),
         "zeroes_queries": last_writes or not problem.layout.is_dense,
     } | input_gradients.config(problem)

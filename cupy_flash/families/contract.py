@@ -37,7 +37,7 @@ _MOD_HEADERS = (
     '#include "score/functions.cuh"',
 )
 
-# First line of a unit whose kernels write row statistics. It adds fields to the argument struct.
+# Line of a unit whose kernels write row statistics. It adds fields to the argument struct.
 _STATISTICS_HEADER = "#define CUPY_FLASH_STATISTICS"
 
 ELEMENT_TYPES = {

@@ -62,7 +62,7 @@ _BACKWARD = (
     + _fields(np.int32, "kv_semaphores head_chunks tile_chunks last_section")
 )
 
-# Fields that the tangent kernels have after all other fields, see tangents/params.cuh.
+# Fields of the tangent kernels, which follow all other fields, see tangents/params.cuh.
 _TANGENT = _fields(TENSOR_DTYPE, "q_tangent k_tangent v_tangent out_tangent") + _fields(
     np.uint64, "lse_tangent"
 )

@@ -130,7 +130,7 @@ def _fewest_that_fill(blocks: int, slots: int, key_tiles: int, most: int) -> int
 def combine_time(problem: Problem, split: Split) -> float:
     """Return the estimated time of writing and merging partial results, in microseconds.
 
-    It leaves out row statistics, so that calls with and without them have the same split.
+    The estimate ignores row statistics, so that calls with and without them have the same split.
     """
     if split.is_unsplit:
         return 0.0
@@ -140,7 +140,7 @@ def combine_time(problem: Problem, split: Split) -> float:
 def workspace(problem: Problem, split: Split) -> int:
     """Return the size in bytes of all partial outputs, log-sum-exps and row statistics.
 
-    It is 0 without a split.
+    The size is 0 without a split.
     """
     return _bytes_of_partials(problem, split, len(problem.statistics))
 

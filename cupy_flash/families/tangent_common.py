@@ -1,7 +1,8 @@
-"""Shared code of the families of tangents."""
+"""Shared code of the families that compute tangents."""
 
 from __future__ import annotations
 
+from cupy_flash.families.backward_common import may_have_one_key
 from cupy_flash.families.contract import MAX_GRID, ceil_div, heads_in_l2
 from cupy_flash.families.schedule import MAIN_ENTRY, Launch, Schedule
 from cupy_flash.problem.device import Device
@@ -10,7 +11,7 @@ from cupy_flash.problem.problem import Problem
 
 
 def why_not(problem: Problem) -> str | None:
-    """Return why no family of tangents serves the problem, or None if some may."""
+    """Return why no tangent family supports the problem, or None if one may support it."""
     if problem.layout.page_size or problem.layout.kind == "kvcache":
         return "does not compute tangents of a KV cache"
     return None
@@ -22,7 +23,7 @@ def _blocks(problem: Problem, Br: int) -> int:
 
 
 def why_not_grid(problem: Problem, Br: int) -> str | None:
-    """Return why a launch cannot have a thread block per query tile, or None if it can."""
+    """Return why a grid with a thread block per query tile is too large, or None if it is not."""
     if (blocks := _blocks(problem, Br)) > MAX_GRID:
         return f"needs {blocks} thread blocks, more than the {MAX_GRID} of a launch"
     return None
@@ -55,7 +56,7 @@ def config(problem: Problem) -> dict[str, int | bool]:
         "has_seqlens": not problem.layout.is_dense,
         "packed": problem.layout.packed_q,
         "may_mask_pairs": problem.score is not None and problem.score.conceals,
-        # The tangents of rows that attend to one key need no correction, see tangents/row.cuh.
-        "has_one_key_rows": False,
+        # In rows that attend to one key by their position, P is set to 1.
+        "has_one_key_rows": may_have_one_key(problem),
         "has_dlse": False,
     }

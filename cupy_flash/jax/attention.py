@@ -69,8 +69,8 @@ def flash_attention(
     Returns
     -------
     out : array, shape (batch, seqlen_q, heads_q, head_dim_v)
-        Output. With return_lse, return_max_logits or return_entropy, a tuple of out and the results
-        that these ask for. max_logits and entropy have no gradients.
+        Output. With return_lse, return_max_logits or return_entropy, a tuple of out and the
+        requested results. max_logits and entropy have no gradients.
 
     Raises
     ------
@@ -136,8 +136,8 @@ def flash_attention_qkvpacked(
     Returns
     -------
     out : array, shape (batch, seqlen, heads, head_dim)
-        Output. With return_lse, return_max_logits or return_entropy, a tuple of out and the results
-        that these ask for. max_logits and entropy have no gradients.
+        Output. With return_lse, return_max_logits or return_entropy, a tuple of out and the
+        requested results. max_logits and entropy have no gradients.
 
     Raises
     ------
@@ -201,8 +201,8 @@ def flash_attention_varlen(
     Returns
     -------
     out : array, shape (total_q, heads_q, head_dim_v)
-        Output. With return_lse, return_max_logits or return_entropy, a tuple of out and the results
-        that these ask for. max_logits and entropy have no gradients.
+        Output. With return_lse, return_max_logits or return_entropy, a tuple of out and the
+        requested results. max_logits and entropy have no gradients.
 
     Raises
     ------
@@ -241,7 +241,7 @@ def flash_attention_varlen(
 def _with_options(
     call: DifferentiableCall, statistics: tuple[Any, Any], **forward: Any
 ) -> DifferentiableCall:
-    """Return a call with options of the forward pass; `statistics` are those of row statistics."""
+    """Return a call with options of the forward pass and the options `statistics`."""
     options = call.with_statistics(*statistics).options
     if any(forward.values()):
         options = plain_options(options._replace(**forward))

@@ -41,11 +41,11 @@ def attention(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, .
     Raises
     ------
     TypeError
-        If an argument other than q, k, v, bias and sinks is differentiated, or a statistic is, and
-        in forward mode if the call returns statistics.
+        If an argument other than q, k, v, bias and sinks is differentiated, if a statistic is
+        differentiated, or if a call that returns statistics is differentiated in forward mode.
     NotImplementedError
-        If a bias or sinks have a tangent in forward mode or a second derivative, if a call of
-        packed sequences has one of these, and for a third derivative.
+        If a tangent or a second derivative is requested of a bias, of sinks or of packed sequences,
+        or if a third derivative is requested.
     """
     # The caller may overwrite NumPy and CuPy arrays before the gradients are computed.
     call = _with_arrays(call.with_functions_kept(), lambda _, array: unshared(array))
@@ -56,7 +56,7 @@ def attention(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, .
 
 
 class _Differentiated:
-    """A call, with functions of JAX that compute it, its gradients and its tangents.
+    """Differentiable function of JAX that computes a call, with its gradients and tangents.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ class _Differentiated:
         return results_of(made, call.options)
 
     def _given(self, arrays: dict[str, Any]) -> tuple[DifferentiableCall, tuple[Any, ...]]:
-        """Return the call with the constants that are given, and its inputs."""
+        """Return the call with its constants replaced by those of `arrays`, and its inputs."""
         call = self._call.with_constants({name: arrays[name] for name in self._constants})
         return call, tuple(arrays[name] for name in call.names)
 
@@ -102,7 +102,7 @@ class _Differentiated:
         out, lse, *of_rows = results
         arrays |= zip(_RESULTS, (out, lse), strict=True)
         statistics = dict(zip(self._call.options.statistics, of_rows, strict=True))
-        # Other arrays are constants of the operation, and those of NumPy stay what they are.
+        # NumPy and CuPy arrays are constants of the operation, and are not converted.
         operands = {name: x for name, x in arrays.items() if isinstance(x, jax.Array)}
 
         def given(residuals: dict[str, Any]) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class _Differentiated:
     def _pulled(
         self, arrays: dict[str, Any], gradients: Sequence[Any], wrt: tuple[str, ...]
     ) -> tuple[Any, ...]:
-        """Return the gradients of inputs, which have derivatives themselves."""
+        """Return the gradients of inputs as an operation that is differentiable itself."""
         given = _with_gradients(arrays, *gradients)
         makes_dout = gradients[0] is None
         names = tuple(given)
@@ -198,7 +198,7 @@ class _Differentiated:
     def _gradients(
         self, arrays: dict[str, Any], wrt: tuple[str, ...], *, waits: bool
     ) -> tuple[Any, ...]:
-        """Return gradients of inputs; `waits` if nobody else refers to one of the arrays."""
+        """Return gradients; `waits` if one of the arrays exists only for this computation."""
         call, inputs = self._given(arrays)
         if not self._are_computed(arrays.values()):
             named = {n: x for n, x in arrays.items() if n not in self._constants}
@@ -238,7 +238,7 @@ class _Differentiated:
         return result
 
     def _require_dense(self, names: Iterable[str], what: str) -> None:
-        """Raise NotImplementedError unless inputs have a tangent or a second derivative."""
+        """Raise NotImplementedError unless the call is dense, and the names are of q, k and v."""
         if self._call.options.kind != "dense":
             raise NotImplementedError(
                 f"flash_attention_varlen has no {what} in cupy_flash.jax: only dense calls do"
@@ -252,7 +252,7 @@ class _Differentiated:
 
 
 def _with_gradients(arrays: Mapping[str, Any], dout: Any, dlse: Any) -> dict[str, Any]:
-    """Return arrays with those gradients of results that are given; dout is 0 if it is None."""
+    """Return the arrays with dout, which is zeros if it is None, and dlse unless it is None."""
     dout = jax.numpy.zeros_like(arrays["out"]) if dout is None else dout
     return {**arrays, "dout": dout} | ({} if dlse is None else {"dlse": dlse})
 

@@ -1,11 +1,12 @@
-"""Operations with derivatives of their own, and linear operations on tangents.
+"""JAX primitives: operations with derivative rules, and linear operations on tangents.
 
-JAX drops the rules of `jax.custom_jvp` and `jax.custom_vjp` in parts of a loop that it
-differentiates in reverse mode, so that gradients of these parts cannot be differentiated again.
-Operations keep their rules.
+When JAX differentiates a loop in reverse mode, it drops the rules of `jax.custom_jvp` and
+`jax.custom_vjp` in parts of the loop. The gradients of these parts could not be differentiated
+again. Primitives keep their rules.
 
-The rule of an operation returns tangents. Reverse mode does not compute them, but transposes the
-operation that would. `jax.custom_derivatives.linear_call` would trace both functions of every call.
+The rule of an operation returns its tangents as results of a linear operation. Reverse mode does
+not compute the linear operation, but transposes it. `jax.custom_derivatives.linear_call` is not
+used, because it would trace both functions of every call.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from cupy_flash.jax.versions import require_devices
 
 
 class Linear(NamedTuple):
-    """Functions of a linear operation on named tangents, given named arrays, its residuals.
+    """Functions that define a linear operation on tangents; its other operands are residuals.
 
     Attributes
     ----------
     push
-        Function of residuals and tangents that returns the results as a tuple.
+        Function of residuals and tangents, both by name, that returns the results as a tuple.
     pull
-        Function of residuals and the cotangents of the results, or None for those that are 0. It
+        Function of residuals and the cotangents of the results, which are None if they are 0. It
         returns the cotangents of all tangents by name.
     moved
-        Function of residuals, tangents and tangents of the residuals, by their names. It returns
-        the tangents of the results, or raises an error.
+        Function of residuals, tangents, and tangents of the residuals, all by name. It returns the
+        tangents of the results that the latter cause, or raises an error.
     """
 
     push: Callable[[dict[str, Any], dict[str, Any]], Sequence[Any]]
@@ -42,7 +43,7 @@ class Linear(NamedTuple):
 
 
 def is_zero(tangent: Any) -> bool:
-    """Return whether a tangent or cotangent is known to be 0, such as any of integers."""
+    """Return whether a tangent or cotangent is known to be 0, as that of an integer array is."""
     zero = isinstance(tangent, (ad.Zero, jax.custom_derivatives.SymbolicZero))
     return zero or tangent.dtype == jax.dtypes.float0
 
@@ -127,8 +128,8 @@ def _mapped(
     like: tuple[int, ...],
 ) -> tuple[Any, Any]:
     size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
-    # Cotangents belong to each element, so that each has its own tangents. The types of the results
-    # are those of residuals.
+    # Each mapped element has its own cotangents, so all tangents are mapped. The residuals in
+    # `like` are mapped, too, because they determine the shapes of the results.
     own = {*like, *range(len(names), len(arrays))}
     given = [
         _at_front(x, axis, size) if axis is not None or i in own else x
@@ -143,7 +144,7 @@ def _mapped(
         return jax.vmap(rule.pull, (first, 0))(residuals, cotangents)
 
     def moved(residuals: dict[str, Any], tangents: dict[str, Any], moved: dict[str, Any]) -> Any:
-        # The tangent of a residual that all elements share is shared, too.
+        # A residual that is not mapped has a tangent that is not mapped.
         of_moved = {name: first[name] for name in moved}
         return jax.vmap(rule.moved, (first, 0, of_moved))(residuals, tangents, moved)
 
@@ -159,8 +160,8 @@ def _at_front(array: Any, axis: int | None, size: int) -> Any:
     return jnp.moveaxis(array, axis, 0)
 
 
-# Function of the arguments, and of the tangents of those that are differentiated, by their
-# positions. It returns the results and their tangents.
+# Function of the arguments, and of the tangents of the differentiated arguments, keyed by position.
+# It returns the results and their tangents.
 Rule = Callable[[tuple[Any, ...], dict[int, Any]], tuple[Sequence[Any], Sequence[Any]]]
 
 
@@ -170,7 +171,7 @@ def differentiable(run: Callable[..., Sequence[Any]], rule: Rule) -> Callable[..
     def function(*arrays: Any) -> tuple[Any, ...]:
         if any(isinstance(x, jax.core.Tracer) for x in arrays):
             return tuple(_call.bind(*arrays, run=run, rule=rule))
-        # Values have no tangents.
+        # Without tracers, nothing is differentiated.
         return tuple(run(*arrays))
 
     return function

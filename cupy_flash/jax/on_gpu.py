@@ -186,7 +186,7 @@ def scratch_bytes(
 
 
 def _compute_tangents(static: StaticCall, frame: Frame, device: int) -> None:
-    """Compute tangents by operations of CuPy on the current stream."""
+    """Compute tangents on the current stream, by functions of `cupy_flash` on CuPy arrays."""
     given, results = _by_name(static, frame, device)
     functions = {name: _on_device(token, device) for name, token in static.functions}
     made = static.tangents(given, functions)

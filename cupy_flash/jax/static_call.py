@@ -80,7 +80,7 @@ class StaticCall(NamedTuple):
 
     @property
     def has_tangents(self) -> bool:
-        """Whether the call computes tangents of results or of gradients, and has no kernel."""
+        """Whether the call computes tangents of results or of gradients by `cupy_flash.api`."""
         return any(name.endswith("_tangent") for name in self.names)
 
     @property
@@ -103,7 +103,7 @@ class StaticCall(NamedTuple):
     def record(self, arrays: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return the record of these operands, and the modifications that are arrays or numbers.
 
-        The record of a call with tangents is that of its forward call.
+        A call with tangents has the record of its forward call.
         """
         kind: Any = GradientArguments if self.is_backward else Arguments
         if self.has_tangents:
@@ -202,7 +202,7 @@ def tangents_of_gradients(
     keywords: Mapping[str, Any],
     wrt: tuple[str, ...],
 ) -> tuple[Any, ...]:
-    """Return the tangents of gradients, given q, k and v, and dout, dlse and tangents by name."""
+    """Return the tangents of gradients, given q, k and v; `moving` has the other arrays by name."""
     arguments: dict[str, Any] = {**dict(zip(ROWS, rows, strict=True)), **moving, **keywords}
     found = flash_attention_hvp(**arguments)
     return tuple(x for name, x in zip(ROWS, found, strict=True) if name in wrt)

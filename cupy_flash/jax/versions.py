@@ -51,10 +51,10 @@ def with_common_axes(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def require_devices(primitive: Any) -> None:
-    """Tell JAX that it has to know the devices when it compiles a primitive.
+    """Mark a primitive as one that JAX compiles only if it knows the devices.
 
-    The rules of `custom_partitioning` need the devices, and JAX does not see that a primitive will
-    be compiled to such a call. JAX has no public function for this.
+    The rules of `custom_partitioning` need the devices. JAX does not see that a primitive is
+    lowered to such a call, and has no public function to mark it.
     """
     from jax._src import dispatch
 

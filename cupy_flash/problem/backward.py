@@ -38,14 +38,15 @@ def with_gradient(
 def with_tangents(
     problem: Problem, tangents: Mapping[str, ArraySpec], out_tangent: ArraySpec
 ) -> Problem:
-    """Return the problem of the tangent of a forward problem's out, which the call reads.
+    """Return the problem of the tangent of out, given the forward problem.
 
-    `tangents` holds the specs of the tangents that are given, keyed by the name of the input.
+    A call for this problem reads out. `tangents` holds the specs of the given tangents, keyed by
+    the name of the input.
 
     Raises
     ------
     TypeError, ValueError
-        If a tangent has another dtype or shape than its input.
+        If the dtype or shape of a tangent differs from that of its input.
     """
     is_packed = problem.layout.packed_q
     tensors = dict(problem.tensors)

@@ -90,8 +90,9 @@ class Problem:
         Gradients that a backward call computes, or None for other calls. A backward problem has
         the tensors dout, dq, dk and dv as well.
     moves
-        Names of the inputs among q, k and v whose tangents a call is given that computes the
-        tangent of out. Its problem has the tensors of these tangents and out_tangent as well.
+        Names of those of q, k and v that have a tangent, for a call that computes the tangent of
+        out; empty for other calls. Such a problem also has the tensors of these tangents and
+        out_tangent.
     statistics
         Names of the row statistics that a forward call returns, in the order of `STATISTICS`.
     received

@@ -164,7 +164,7 @@ def attention_reference(
 
 
 class FormulaResult(NamedTuple):
-    """Result of :func:`formula`; all arrays but `out` have the shape (batch, heads, seqlen_q).
+    """Result of :func:`formula`; all arrays except `out` have shape (batch, heads, seqlen_q).
 
     `entropy` is None if it was not requested.
     """
@@ -175,7 +175,7 @@ class FormulaResult(NamedTuple):
     entropy: Any
 
     def requested(self, lse: bool, max_logits: bool, entropy: bool) -> tuple[Any, ...]:
-        """Return the results per row that a call asks for."""
+        """Return the requested results per row."""
         return tuple(itertools.compress(self[1:], (lse, max_logits, entropy)))
 
 

@@ -1,7 +1,7 @@
 """Formula of the tangents of gradients: products of the Hessian of a loss and a direction.
 
 The names are those of :mod:`~cupy_flash.reference.gradients`. With x = softmax_scale * q k', t the
-modified score of x, P = exp(t - lse), and R the factors of dropout, a dot marks a tangent:
+modified score of x, P = exp(t - lse), R the factors of dropout, and a dot for tangents:
 
     x.  = softmax_scale * (q. k' + q k.')      t.  = x. * dt/dx      lse. = rowsum(P * t.)
     P.  = P * (t. - lse.)                      dP. = (dout. v' + dout v.') * R
@@ -12,7 +12,7 @@ modified score of x, P = exp(t - lse), and R the factors of dropout, a dot marks
     dv. = (P. * R)' dout + (P * R)' dout.
 
 D is computed as rowsum(P * dP) - dlse, which is equal to rowsum(dout * out) - dlse. A row that
-attends to one key then has dP - D = dlse and dP. - D. = dlse. exactly, as t. = lse. is.
+attends to one key then has exactly dP - D = dlse and dP. - D. = dlse., because t. = lse. exactly.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def attention_hvp_reference(
     results of a query that attends to no key, and of a key that no query attends to, are exactly 0.
     Among visible pairs, NaN and inf propagate as in the formula.
 
-    Where a function is not differentiable, its second derivative is the derivative of the first
-    one, for which the same rules hold.
+    Where a function is not differentiable, its second derivative is the derivative of its first
+    derivative, by the rules for first derivatives.
     """
     return _dense_call(
         *(dout, q, k, v),
@@ -145,9 +145,9 @@ def in_precision_of_inputs(
     dout, q, k, v
         Arrays of one dtype, which is that of the results.
     tangents
-        Tangents of these arrays, by the names of the arrays, or None.
+        Tangents of these arrays, keyed by the names of the arrays; None for zeros.
     of_lse
-        Arrays dlse and dlse_tangent by name, or None.
+        Arrays dlse and dlse_tangent by name; None for zeros.
     stream, **options
         Other arguments, with `modifications` as a mapping.
 
@@ -251,7 +251,7 @@ def hessian_formula(
 
 
 class _OfPairs(NamedTuple):
-    """Values of the pairs of a chunk, (rows, keys): P * R and dX with tangents; 0 if masked."""
+    """P * R and dX of the pairs of a chunk, with tangents, (rows, keys); masked pairs are 0."""
 
     seen: Any
     weights: Any
@@ -317,5 +317,5 @@ def _of_pairs(
 
 
 def _sum(xp: Any, seen: Any, *products: tuple[Any, Any]) -> Any:
-    """Return the sum of `visible_product` of weights and rows, without those rows that are None."""
+    """Return the sum of `visible_product` of weights and rows; rows that are None add nothing."""
     return sum(visible_product(xp, *(p[0], seen, p[1])) for p in products if p[1] is not None)

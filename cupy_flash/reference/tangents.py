@@ -232,9 +232,9 @@ class DenseCall(NamedTuple):
         Parameters
         ----------
         arrays, tangents
-            q, k, v and further arrays with the axes of q, by name, and the tangents of some.
+            q, k, v and other arrays with the axes of q, and tangents of these arrays, by name.
         exact
-            Whether results are float64. Otherwise the arrays have one dtype, that of the results.
+            Whether results are float64. Otherwise all arrays and results have one dtype.
         causal, softmax_scale, q_offset, layout, modifications
             See `attention_jvp_reference`.
 
@@ -279,8 +279,8 @@ def read_all(
     Raises
     ------
     TypeError
-        If an argument is not an array, or not in the same memory as q; and unless `exact`, if
-        dtypes differ, or are not those of `cupy_flash.flash_attention`.
+        If an argument is not an array, or not in the same memory as q. Unless `exact`, also if the
+        dtypes differ or are not those of `cupy_flash.flash_attention`.
     ValueError
         If a tangent has another shape than its array.
     """
@@ -334,8 +334,8 @@ def tangent_formula(
 ) -> tuple[Any, Any, Any, Any]:
     """Return out, its tangent, lse and its tangent of (batch, heads, seqlen, dim) arrays.
 
-    All sums are computed in the dtype `compute`, that of the results. `sequence` is the index of
-    the first sequence, and its first rows in packed arrays.
+    All sums are computed in the dtype `compute`, that of the results. `sequence` holds the
+    index of the first sequence, and its first rows in packed arrays.
     """
     xp = array_module(q)
     batch, heads_q, seqlen_q, _ = q.shape

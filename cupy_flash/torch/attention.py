@@ -73,8 +73,8 @@ def flash_attention(
     Returns
     -------
     out : Tensor, shape (batch, seqlen_q, heads_q, head_dim_v)
-        Output. With return_lse, return_max_logits or return_entropy, a tuple of out and the results
-        that these ask for. All are nested tensors if q is. max_logits and entropy have no
+        Output. With return_lse, return_max_logits or return_entropy, a tuple of out and the
+        requested results. All are nested tensors if q is. max_logits and entropy have no
         gradients.
 
     Raises
@@ -83,10 +83,10 @@ def flash_attention(
         See `cupy_flash.flash_attention` and, for the backward pass,
         `cupy_flash.flash_attention_backward`.
     NotImplementedError
-        If another tensor than q, k and v of a call has a forward-mode tangent, or another tensor
-        than those of a dense call a second derivative; inside torch.func.functionalize and
-        torch.jit.trace; and if a second derivative is differentiated. With return_max_logits or
-        return_entropy, inside any torch.func transform.
+        If a tensor other than q, k and v has a forward-mode tangent, if a second derivative with
+        respect to a tensor other than q, k and v of a dense call is requested, or if a second
+        derivative is differentiated. Inside torch.func.functionalize and torch.jit.trace. With
+        return_max_logits or return_entropy, inside any torch.func transform.
     RuntimeError
         In the backward pass, if a tensor of the call has been overwritten.
     """
@@ -144,8 +144,8 @@ def flash_attention_qkvpacked(
     Returns
     -------
     out : Tensor, shape (batch, seqlen, heads, head_dim)
-        Output. With return_lse, return_max_logits or return_entropy, a tuple of out and the results
-        that these ask for. All are nested tensors if qkv is.
+        Output. With return_lse, return_max_logits or return_entropy, a tuple of out and the
+        requested results. All are nested tensors if qkv is.
 
     Raises
     ------
@@ -197,8 +197,8 @@ def flash_attention_varlen(
     Returns
     -------
     out : Tensor, shape (total_q, heads_q, head_dim_v)
-        Output. With return_lse, return_max_logits or return_entropy, a tuple of out and the results
-        that these ask for. max_logits and entropy have no gradients.
+        Output. With return_lse, return_max_logits or return_entropy, a tuple of out and the
+        requested results. max_logits and entropy have no gradients.
 
     Raises
     ------

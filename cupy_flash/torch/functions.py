@@ -118,9 +118,10 @@ def _saved_call(
 class _Gradients(_Function):  # type: ignore[misc]
     """Autograd function of the backward pass of the autograd function with the context `of_call`.
 
-    Its own backward pass differentiates the sum of products of gradients and their gradients: the
-    derivative of sum(dout * out) + sum(dlse * lse) along a direction in q, k and v. It is a product
-    with the Hessian with respect to q, k and v, and a tangent with respect to dout and dlse.
+    Its own backward pass receives a direction in q, k and v, and differentiates the dot product of
+    this direction and the gradients of q, k and v. This dot product is the derivative of
+    sum(dout * out) + sum(dlse * lse) along the direction. Its gradients of q, k and v are the
+    product of the Hessian and the direction. Those of dout and dlse are tangents of out and lse.
     """
 
     @staticmethod
@@ -144,8 +145,8 @@ class _Gradients(_Function):  # type: ignore[misc]
 class _SecondGradients(_Function):  # type: ignore[misc]
     """Autograd function of the backward pass of `_Gradients`, which is linear in the directions.
 
-    It has gradients for the directions: `torch.autograd.functional.hvp` differentiates gradients
-    with respect to them.
+    It has gradients of the directions only. `torch.autograd.functional.hvp` needs them, because it
+    differentiates gradients with respect to the directions.
     """
 
     @staticmethod
@@ -161,7 +162,7 @@ class _SecondGradients(_Function):  # type: ignore[misc]
             raise no_third_derivative()
         tensors = ctx.saved_tensors[ctx.count :]
         of_dout, of_dlse, *of_rows = gradients[: 2 + len(ROWS)]
-        # The Hessian is symmetric, and the transpose of tangents are gradients.
+        # The Hessian is symmetric, and the transpose of a tangent is a gradient.
         found = _hessian_product(ctx.of_gradients, tensors, (*of_rows, of_dout), of_dlse)
         # Constants get zeros, and raise an error if autograd needs their gradients.
         zeros = (None if x is None else torch.zeros_like(x) for x in tensors)
@@ -185,7 +186,7 @@ class _Constant(_Function):  # type: ignore[misc]
 def _second_gradients(
     ctx: Any, directions: Sequence[Tensor | None], tensors: tuple[Any, ...]
 ) -> list[Tensor | None]:
-    """Return a gradient or None for each tensor that `_Gradients` was given."""
+    """Return a gradient or None for each tensor argument of `_Gradients`."""
     result: list[Tensor | None] = [None] * len(tensors)
     if all(direction is None for direction in directions):
         return result
@@ -212,7 +213,7 @@ def _hessian_product(
     directions: Sequence[Tensor | None],
     of_dlse: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Return the tangents of gradients along directions in q, k, v and dout, and one in dlse."""
+    """Return the tangents of gradients along directions in q, k, v, dout and dlse."""
     dout, dlse, *saved = tensors
     call, inputs, (out, _) = _saved_call(ctx.of_call, tuple(saved))
     if dout is None:

@@ -91,8 +91,8 @@ def flash_attention_with_kvcache(
     Returns
     -------
     out : Tensor, shape (batch, seqlen_q, heads_q, head_dim_v)
-        Output. With return_lse, return_max_logits or return_entropy, a tuple of out and the results
-        that these ask for.
+        Output. With return_lse, return_max_logits or return_entropy, a tuple of out and the
+        requested results.
 
     Raises
     ------

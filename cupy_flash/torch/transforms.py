@@ -114,7 +114,7 @@ class _Operation:
     results
         Names of the results.
     versions
-        Versions of the tensors that the call was given.
+        Versions of the tensor arguments of the call.
     wrt
         Names of the inputs whose gradients are among the results.
     """
@@ -247,7 +247,7 @@ class _Derivative(_Transformable):
 
 
 def _tensors_of(ctx: Any) -> dict[str, Tensor]:
-    """Return the tensors that a derivative was given, by name."""
+    """Return the tensor arguments of a derivative by name, after a check of their versions."""
     require_versions(ctx.operation.versions)
     return dict(zip(ctx.operation.names, ctx.saved_tensors, strict=True))
 
@@ -261,8 +261,8 @@ def _needed(ctx: Any) -> list[str]:
 class _Gradients(_Derivative):
     """Autograd function of gradients.
 
-    Its results do not depend on out and lse as arguments of their own: the tangents of q, k and v
-    determine those of out and lse.
+    The arguments out and lse have no derivatives, because they are functions of q, k and v: the
+    tangents of q, k and v determine theirs.
     """
 
     @staticmethod
@@ -299,7 +299,7 @@ class _Gradients(_Derivative):
 
 
 class _TangentsOfResults(_Derivative):
-    """Autograd function of tangents, whose gradients are those of attention and their tangents."""
+    """Autograd function of tangents. Its gradients are those of attention and their tangents."""
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -323,7 +323,8 @@ class _TangentsOfResults(_Derivative):
             result = dict(zip(inputs, found.apply((tensors | given).values()), strict=True))
         moving = tuple(name for name in TANGENTS if name in needed)
         if moving:
-            # Gradients are linear in dout and dlse, and so equal to their tangents.
+            # The gradients are linear in dout and dlse. Their tangent along (dout, dlse) is
+            # therefore the gradient for this dout and dlse.
             still = {name: x for name, x in tensors.items() if name not in TANGENTS} | given
             still |= {f"{name}_tangent": x for name, x in given.items()}
             wrt = tuple(name.removesuffix("_tangent") for name in moving)
@@ -376,7 +377,7 @@ class _Hessian(_Operation):
     def of(
         cls, operation: _Operation, tensors: Mapping[str, Tensor], wrt: tuple[str, ...]
     ) -> _Hessian:
-        """Return the derivative of another operation on the same call."""
+        """Return the operation for the call of another operation."""
         return cls(operation.call, tuple(tensors), operation.versions, wrt)
 
     def run(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:

@@ -2,8 +2,8 @@
 // The workspace holds the normalized partial outputs (num_splits, batch, heads_q, seqlen_q,
 // head_dim_v), then the log-sum-exps (num_splits, batch, heads_q, seqlen_q), in the accumulator's
 // type. If modifications change scores, a log-sum-exp is a pair of numbers (`ExponentSum`), stored
-// in two arrays. Arrays of the row statistics that the call returns follow. For packed queries,
-// (heads_q, total_q) replaces (batch, heads_q, seqlen_q).
+// in two arrays. One array follows for each row statistic that the call returns. For packed
+// queries, (heads_q, total_q) replaces (batch, heads_q, seqlen_q).
 #pragma once
 
 #include "params.cuh"
@@ -181,7 +181,7 @@ __device__ void combine_row(const Params& p, const Partials<Config>& partials, i
       const T weight = merge.weight_of(partials.sum(p, s, index)) * normalizer;
       summary.add_split(weight, partials.statistics(p, s, index));
     }
-    // A NaN in the sum comes from a NaN score of a split.
+    // The sum is NaN if a split has a NaN score.
     if (merge.sum != merge.sum) summary.max_logit = merge.sum;
     if (lane == 0) write_statistics<Config>(p, index, summary);
   }

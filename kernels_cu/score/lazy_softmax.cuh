@@ -95,7 +95,7 @@ struct LazySoftmaxRow : Statistics {
     return sum == 0 ? -Math::infinity() : (base + log2_of_sum()) * Math::ln_2;
   }
 
-  // Returns the row's statistics; `unit` is the value of a score of 1.
+  // Returns the row's statistics. `unit` is the factor that converts a score to natural units.
   __device__ RowSummary<float> summary(float unit) const {
     if (sum == 0) return {};
     return RowSummary<float>::of(*this, sum, log2_of_sum(), unit);

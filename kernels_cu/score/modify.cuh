@@ -40,7 +40,7 @@ __device__ T exponent_scale(const Params& p) {
   }
 }
 
-// Returns the value of a score of 1 after the mask, in natural units.
+// Returns the factor that converts a score after the mask to natural units.
 template <class Config, class T>
 __device__ T logit_unit(const Params& p) {
   if constexpr (Config::Mods::changes_scores) {

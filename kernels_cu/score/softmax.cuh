@@ -118,8 +118,8 @@ struct SoftmaxRow : Statistics {
     return rescale;
   }
 
-  // Returns the exponent of p of a score. With `Exact`, p of the largest score is exactly 1. The
-  // output of a row with one visible key is then that key's value. This takes one more instruction.
+  // Returns log2(p) of a score. With `Exact`, p of the largest score is exactly 1. The output of a
+  // row with one visible key is then that key's value. This takes one more instruction.
   template <bool Exact = false>
   static __device__ T exponent(T score, T scale_log2, T base) {
     if constexpr (Exact) return Math::multiply(score, scale_log2) - base;
@@ -151,7 +151,7 @@ struct SoftmaxRow : Statistics {
     return (base(scale_log2) + Math::log2(sum / power_of_half(Headroom))) * Math::ln_2;
   }
 
-  // Returns the row's statistics; `unit` is the value of a score of 1.
+  // Returns the row's statistics. `unit` is the factor that converts a score to natural units.
   template <int Headroom = 0>
   __device__ RowSummary<T> summary(T unit) const {
     if (is_fully_masked()) return {};

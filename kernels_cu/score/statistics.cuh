@@ -1,10 +1,10 @@
 // Statistics of query rows that a call may return in addition to the log-sum-exp: the largest score
 // (`Config::max_logits`) and the entropy of the weights (`Config::entropy`). The softmax of a row
-// accumulates them together with its sum. Without statistics, all structs and functions here are
-// empty.
+// accumulates them together with its sum. If a call returns no statistics, all structs and
+// functions here are empty.
 //
-// The entropy follows from the sum and the moment of a row, the sum of p * exponent. Exponents are
-// powers of two relative to the row's base, p = 2^exponent times a constant c, and
+// The entropy follows from the row's sum of p and from its moment, the sum of p * exponent. An
+// exponent is a power of two relative to the row's base: p = c * 2^exponent with a constant c. Then
 //
 //   -sum_j w_j log2(w_j) = log2(sum / c) - moment / sum   with w_j = p_j / sum.
 #pragma once
@@ -21,7 +21,7 @@ template <class T>
 struct LargestScore<T, true> {
   T largest = -SoftmaxMath<T>::infinity();
 
-  // `score` may be the maximum of several scores. A NaN is ignored here: the row's sum shows it.
+  // `score` may be the maximum of several scores. A NaN is ignored here, but the row's sum is NaN.
   __device__ void include_score(T score) { largest = fmax(largest, score); }
 };
 
@@ -33,8 +33,8 @@ struct ExponentMoment {
 
 template <class T>
 struct ExponentMoment<T, true> {
-  // 2^exponent is 0 from here on in every type. Clamped exponents of masked pairs, which are -inf,
-  // add 0 instead of NaN.
+  // 2^exponent is 0 in every type for this exponent and lower ones. Exponents of masked pairs are
+  // -inf. Clamped to this bound, they add 0 to the moment instead of NaN.
   static constexpr T least_exponent = -2048;
 
   T moment = 0;
@@ -62,7 +62,7 @@ using StatisticsOf = RowStatistics<T, Config::max_logits, Config::entropy>;
 template <class Config>
 constexpr bool has_statistics = Config::max_logits || Config::entropy;
 
-// Statistics of a row in the form that the call returns: natural units.
+// Statistics of a row in natural units, as the call returns them.
 template <class T>
 struct RowSummary {
   using Math = SoftmaxMath<T>;
@@ -71,7 +71,7 @@ struct RowSummary {
   T entropy = 0;
 
   // Returns the summary of a row from its statistics and its sum, which is not 0. `log_sum` is log2
-  // of the sum of 2^exponent, and `unit` the value of a score of 1.
+  // of the sum of 2^exponent. `unit` is the factor that converts a score to natural units.
   template <class Statistics>
   __device__ static RowSummary of(const Statistics& row, T sum, T log_sum, T unit) {
     RowSummary result;
@@ -85,7 +85,7 @@ struct RowSummary {
     return result;
   }
 
-  // Accounts for a sink, of which the keys leave 1 - weight of the row's weight.
+  // Accounts for a sink: the weights of the keys now sum to `weight` instead of 1.
   __device__ void scale_weights(T weight) { entropy = part_of_entropy(weight, entropy); }
 
   // Adds the keys of a KV split, whose weights sum to `weight` in the whole row.
@@ -95,14 +95,14 @@ struct RowSummary {
   }
 
  private:
-  // Returns what weights add to an entropy that have the entropy `entropy` if they sum to 1, but
-  // sum to `weight`.
+  // Returns -sum(w * log(w)) of weights w that sum to `weight`. `entropy` is the entropy of the
+  // same weights, normalized to the sum 1.
   __device__ static T part_of_entropy(T weight, T entropy) {
     return weight == T(0) ? T(0) : weight * (entropy - Math::log2(weight) * Math::ln_2);
   }
 };
 
-// Writes the statistics of the row with this index in lse, if the call returns any.
+// Writes the row statistics that the call returns. `index` is the index of the row in lse.
 template <class Config, class T, class AnyParams>
 __device__ void write_statistics(const AnyParams& p, long long index,
                                  const RowSummary<T>& summary) {

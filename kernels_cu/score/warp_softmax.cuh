@@ -24,7 +24,7 @@ struct WarpSoftmax {
   using Output = float[row_tiles][columns_v / 8][4];
   using PerRow = float[row_tiles][2];
 
-  // Their sums, in units of 2^-factor, cover this lane's keys only.
+  // The row sums, in units of 2^-factor, include only this lane's keys.
   Row rows[row_tiles][2];
 
   __device__ void reset() {

@@ -36,7 +36,7 @@ struct MmaTangents {
   static_assert(row_tiles * 16 * Config::warps == Br && Bc % 16 == 0, "whole fragments");
   static_assert(stages == 1 || stages == 2, "1 or 2 stages");
 
-  // Which inputs have tangents. Without those of q and k, the scores have none, and H is 0.
+  // Whether q, k and v have tangents. If q and k have none, the scores have none, and H is 0.
   static constexpr bool moves_q = Config::moves_q;
   static constexpr bool moves_k = Config::moves_k;
   static constexpr bool moves_v = Config::moves_v;
@@ -81,7 +81,7 @@ struct MmaTangents {
   Scores scores;    // S, then P
   Scores tangents;  // S., then H
   float out[row_tiles][columns_v / 8][4];
-  TangentRow<float, 4> rows[lane_rows];
+  TangentRow<float, 4, scales_weights<Element>> rows[lane_rows];
 
   __device__ MmaTangents(const TangentParams& p, const TileCoord& coord, const Sequence& sequence,
                          unsigned shared)
@@ -94,13 +94,24 @@ struct MmaTangents {
         scale(signed_scale<Config, float>(p)) {}
 
   __device__ void run() {
-    clear(out);
 #pragma unroll
     for (int r = 0; r < lane_rows; ++r) {
-      const int row = row_of(r);
-      rows[r].lse_log2 = lse_log2_of<Config>(p, sequence, coord.head, row);
+      rows[r].begin(lse_log2_of<Config>(p, sequence, coord.head, row_of(r)));
     }
     load_queries();
+    process_tiles();
+    if (moves_scores && __syncthreads_or(sum_rows())) {
+#pragma unroll
+      for (int r = 0; r < lane_rows; ++r) rows[r].template restart<Config>(p, coord.head);
+      process_tiles();
+      sum_rows();
+    }
+    finish();
+  }
+
+ private:
+  __device__ void process_tiles() {
+    clear(out);
     load(0, tiles.end - 1);
     for (int tile = tiles.end - 1, stage = 0; tile >= tiles.begin; --tile) {
       ptx::cp_async_wait_group<0>();
@@ -122,11 +133,20 @@ struct MmaTangents {
       }
     }
     ptx::cp_async_wait_group<0>();
-    finish();
   }
 
- private:
-  // Returns the end of the query tile's rows.
+  // Completes the sums of the lane's rows. Returns whether one of them is inaccurate.
+  __device__ bool sum_rows() {
+    bool is_inaccurate = false;
+#pragma unroll
+    for (int r = 0; r < lane_rows; ++r) {
+      rows[r].add_lanes();
+      is_inaccurate |= rows[r].template is_inaccurate<Config>(p, coord.head);
+    }
+    return is_inaccurate;
+  }
+
+  // Returns one past the last row of the query tile.
   __device__ int q_end() const { return min(coord.q_begin + Br, sequence.seqlen_q); }
 
   // Returns the index of the lane's r-th row.
@@ -146,7 +166,7 @@ struct MmaTangents {
     return false;
   }
 
-  // Starts the loads of the rows from `first` on. Rows that do not exist become zeros.
+  // Starts the loads of `Rows` rows from row `first` on. Rows past the end of `source` become 0.
   template <int Rows, int Dim, class Layout>
   __device__ void start(unsigned target, const HeadRows<Element>& source, int first) {
     using Copy = RowCopy<Layout, Element, Rows, Dim, threads, Config::alignment>;
@@ -185,9 +205,9 @@ struct MmaTangents {
     ptx::cp_async_commit_group();
   }
 
-  // Computes S and S. of a tile. Products with K precede those with its tangent, so that few
-  // consecutive products add to the same accumulators. The next fragment is read from shared memory
-  // during the current products.
+  // Computes S and S. of a tile. The products with K precede the products with its tangent, so that
+  // few consecutive products add to the same accumulators. The next fragment is read from shared
+  // memory during the current products.
   __device__ void multiply_scores(int stage) {
     clear(scores);
     clear(tangents);
@@ -255,13 +275,13 @@ struct MmaTangents {
         },
         [&](int r, int n) -> float& { return element(scores, r, n); },
         [](int n) { return n / 2 * 8 + n % 2; },
-        [&](int r, int n, bool is_visible, bool, float exponent, float slope) {
-          const float probability = is_visible ? SoftmaxMath<float>::exp2(exponent) : 0;
+        [&](int r, int n, bool is_visible, bool has_one_key, float exponent, float slope) {
+          float probability = is_visible ? SoftmaxMath<float>::exp2(exponent) : 0;
+          if (has_one_key && probability != 0) probability = rows[r].one();
           element(scores, r, n) = probability;
-          // If functions may mask pairs, a score of -inf masks its pair, too.
-          const bool counts = Config::may_mask_pairs ? probability != 0 : is_visible;
+          // A score of -inf also masks its pair, whose tangent may be NaN.
           float& tangent = element(tangents, r, n);
-          tangent = counts ? tangent * (scale * slope) : 0;
+          tangent = probability != 0 ? tangent * (scale * slope) : 0;
         },
         0, lane_rows);
     bool all_have_keys = true;
@@ -270,9 +290,8 @@ struct MmaTangents {
     if (!__all_sync(~0u, all_have_keys)) {
 #pragma unroll
       for (int r = 0; r < lane_rows; ++r) {
-        rows[r].template find_center<lane_keys>(
-            0.25f / sequence.seqlen_k, [&](int n) { return element(scores, r, n); },
-            [&](int n) { return element(tangents, r, n); });
+        rows[r].template find_center<lane_keys>([&](int n) { return element(scores, r, n); },
+                                                [&](int n) { return element(tangents, r, n); });
       }
     }
     if constexpr (moves_scores) {
@@ -354,11 +373,11 @@ struct MmaTangents {
     const float weight = kept_weight<Config, float>(p);
 #pragma unroll
     for (int r = 0; r < lane_rows; ++r) {
-      rows[r].add_lanes();
       const int row = row_of(r);
       if (row >= sequence.seqlen_q) continue;
       const float distance = rows[r].template distance<Config>(p, coord.head);
       const bool has_key = rows[r].has_key;
+      const float factor = weight / rows[r].one();
       if (p.lse_tangent != nullptr && lane % 4 == 0) {
         static_cast<float*>(p.lse_tangent)[lse_index<Config>(p, sequence, coord.head, row)] =
             has_key ? rows[r].center + distance : 0;
@@ -372,7 +391,7 @@ struct MmaTangents {
         Vector<Element, 2> result;
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          const float product = out[r / 2][j][r % 2 * 2 + c] * weight;
+          const float product = out[r / 2][j][r % 2 * 2 + c] * factor;
           const float its_out = c < left ? widen(primal_row[column + c]) : 0;
           result.data[c] = narrow<Element>(has_key ? fma(-distance, its_out, product) : 0);
         }

@@ -4,8 +4,8 @@
 
 #include "params.cuh"
 
-// The inherited `out` and `lse` are results of the forward pass, and are only read. `data` of a
-// tangent is null if the tangent is zero.
+// The inherited `out` and `lse` are results of the forward pass, and are only read. The `data` of
+// an input's tangent is null if the tangent is zero.
 struct TangentParams : Params {
   Tensor q_tangent;
   Tensor k_tangent;

@@ -4,39 +4,64 @@
 //
 //   lse. = rowsum(P t.)        out. = (P (t. - lse.)) V + P V.
 //
-// A kernel iterates over the keys once, so it does not know lse. in advance. It sums H V with
-// H = P (t. - c) instead, where c is constant in a row, and adds (c - lse.) out at the end:
+// A kernel iterates over the keys once, so it does not know lse. in advance. It therefore sums H V
+// with H = P (t. - c), where c is constant in a row, and adds (c - lse.) out at the end:
 //
 //   lse. - c = rowsum(H)       out. = H V + P V. + (c - lse.) out
 //
-// H and `out` are rounded. Their errors cancel less the closer c is to lse. So c is the tangent of
-// the largest P in the row's first KV tile with a visible key. A row that attends to one key has
-// H = 0, and the tangent of its output is exactly that of the value.
+// H and `out` are rounded. If c is far from lse., compared with the spread of t. in the row, the
+// rounding errors of these terms exceed those of the formula. So c is the mean of t. in the first
+// processed KV tile with a visible key of the row, weighted by P. If c turns out to be far from
+// lse., because later tiles hold most of the weight, the CTA iterates once more, with c = lse. A
+// row that attends to one key has H = 0, and the tangent of its output is exactly the tangent of
+// that key's value.
 #pragma once
 
 #include "backward/lse_exponent.cuh"
 #include "backward/softmax_backward.cuh"
 #include "tangents/params.cuh"
 
-// `lanes` consecutive lanes hold the pairs of a row.
-template <class T, int lanes>
-struct TangentRow {
-  T lse_log2;
-  T center = 0;         // c
-  T sum = 0;            // this lane's part of rowsum(H)
-  bool has_key = false;  // whether a key with P > 0 was found
+// Whether tensor cores multiply scaled P and H, because the type holds no small numbers.
+template <class Element>
+constexpr bool scales_weights = false;
+template <>
+constexpr bool scales_weights<half_t> = true;
 
-  // Sets `center` if the row has had no key so far. probability(n) and tangent(n) are P and t. of
-  // the lane's n-th of `count` pairs in a KV tile. If even the largest P is below `least`, the tile
-  // says little about lse., and `center` stays 0. All lanes of a warp call this together.
+// Sums of one query row, whose pairs are held by `lanes` consecutive lanes. With `Scaled`, P and H
+// are multiplied by a power of two, `one`, so that float16 holds small ones. Otherwise `one` is 1.
+template <class T, int lanes, bool Scaled>
+struct TangentRow {
+  using Math = SoftmaxMath<T>;
+  // The first `one` allows for H up to 2^4, and 2^largest_log2 is within the range of float16.
+  static constexpr int first_log2 = Scaled ? 12 : 0;
+  static constexpr int largest_log2 = 15;
+  // Largest square of the distance of c from lse., in units of the variance of t. in the row.
+  static constexpr int farthest = 16;
+
+  T lse_log2;            // log-sum-exp in base 2, minus log2 of `one`
+  T center = 0;          // c
+  T sum = 0;             // this lane's part of rowsum(H)
+  T square = 0;          // this lane's part of rowsum(P (t. - c)^2)
+  bool has_key = false;  // whether a key with P > 0 was found
+  int one_log2 = first_log2;
+
+  // Sets the log-sum-exp in base 2; +inf for a row without a tangent.
+  __device__ void begin(T its_lse_log2) { lse_log2 = its_lse_log2 - first_log2; }
+
+  __device__ T one() const { return Scaled ? T(__int_as_float((127 + one_log2) << 23)) : T(1); }
+
+  // Sets `center` if no earlier KV tile had a visible key of the row. probability(n) and tangent(n)
+  // are P and t. of the n-th of the lane's `count` pairs in the KV tile. All lanes of a warp must
+  // call this function together.
   template <int count, class Probability, class Tangent>
-  __device__ void find_center(T least, Probability probability, Tangent tangent) {
-    T total = 0, largest = 0, its_tangent = 0;
+  __device__ void find_center(Probability probability, Tangent tangent) {
+    T total = 0, weighted = 0, largest = 0, its_tangent = 0;
 #pragma unroll
     for (int n = 0; n < count; ++n) {
       const T p = probability(n), x = tangent(n);
       total += p;
-      if (p > largest || (p == largest && x > its_tangent)) {
+      weighted = fma(p, x, weighted);
+      if (p > largest) {
         largest = p;
         its_tangent = x;
       }
@@ -44,48 +69,96 @@ struct TangentRow {
 #pragma unroll
     for (int bit = 1; bit < lanes; bit *= 2) {
       total += __shfl_xor_sync(~0u, total, bit);
+      weighted += __shfl_xor_sync(~0u, weighted, bit);
       const T other = __shfl_xor_sync(~0u, largest, bit);
       const T other_tangent = __shfl_xor_sync(~0u, its_tangent, bit);
-      // All lanes must choose the same pair, in whatever order they compare.
-      if (other > largest || (other == largest && other_tangent > its_tangent)) {
+      if (other > largest) {
         largest = other;
         its_tangent = other_tangent;
       }
     }
     if (has_key) return;
     has_key = total != 0;
-    center = has_key && largest >= least ? its_tangent : T(0);
+    // The mean over a single key would be rounded.
+    if (has_key) center = total == largest ? its_tangent : weighted / total;
   }
 
-  // Returns H, and adds it to the sum.
+  // Returns H, and adds it to the sums.
   __device__ T add(T probability, T tangent) {
-    const T h = probability * (tangent - center);
+    const T distance = tangent - center;
+    const T h = probability * distance;
     sum += h;
+    square = fma(h, distance, square);
     return h;
   }
 
-  // Completes the sum of the row. All lanes of a warp call this together.
+  // Sums the row over its lanes. All lanes of a warp must call this function together.
   __device__ void add_lanes() {
 #pragma unroll
-    for (int bit = 1; bit < lanes; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
-  }
-
-  // Returns lse. - c. The weight of the sink is missing in the row sum of P, which lse. is a mean
-  // over, so that the sum of H contains c times this weight.
-  template <class Config>
-  __device__ T distance(const TangentParams& p, int head) const {
-    if constexpr (Config::sinks) {
-      return sum - center * sink_weight(p, head);
-    } else {
-      return sum;
+    for (int bit = 1; bit < lanes; bit *= 2) {
+      sum += __shfl_xor_sync(~0u, sum, bit);
+      square += __shfl_xor_sync(~0u, square, bit);
+    }
+    if constexpr (Scaled) {
+      sum /= one();
+      square /= one();
     }
   }
 
+  // Returns lse. - c. With a sink, the sum of P in a row is 1 minus the weight of the sink, so that
+  // rowsum(H) is larger than lse. - c by c times this weight.
+  template <class Config>
+  __device__ T distance(const TangentParams& p, int head) const {
+    return sum - center * sink_weight<Config>(p, head);
+  }
+
+  // Returns whether H should be summed again, after restart(): c is far from lse., or H exceeds the
+  // range of float16. P is at most 1, so that H is at most the square root of `square`.
+  template <class Config>
+  __device__ bool is_inaccurate(const TangentParams& p, int head) const {
+    const T d = distance<Config>(p, head), weight = T(1) - sink_weight<Config>(p, head);
+    bool is_far = d * d * weight > farthest * spread<Config>(p, head);
+    if constexpr (Scaled) is_far |= square > Math::exp2(T(2 * (largest_log2 - one_log2)));
+    return is_far;
+  }
+
+  // Clears the sums, and moves c to lse.
+  template <class Config>
+  __device__ void restart(const TangentParams& p, int head) {
+    if constexpr (Scaled) {
+      const T size = Math::log2(spread<Config>(p, head)) / 2;
+      // A NaN or infinite size leaves `one` as it is.
+      if (size > largest_log2 - one_log2 && size < 100) {
+        const int log2 = largest_log2 - static_cast<int>(size) - 1;
+        lse_log2 += one_log2 - log2;
+        one_log2 = log2;
+      }
+    }
+    center += distance<Config>(p, head);
+    sum = square = 0;
+  }
+
  private:
-  // A template, because `mods.sinks` exists only in translation units with modifications.
+  // Returns rowsum(P (t. - lse.)^2).
+  template <class Config>
+  __device__ T spread(const TangentParams& p, int head) const {
+    const T d = distance<Config>(p, head), weight = T(1) - sink_weight<Config>(p, head);
+    return square - 2 * d * sum + d * d * weight;
+  }
+
+  template <class Config>
+  __device__ T sink_weight(const TangentParams& p, int head) const {
+    if constexpr (Config::sinks) {
+      return weight_of(p, head);
+    } else {
+      return 0;
+    }
+  }
+
+  // This function is a template because `mods.sinks` exists only in units with modifications.
   template <class AnyParams>
-  __device__ T sink_weight(const AnyParams& p, int head) const {
-    using Math = SoftmaxMath<T>;
-    return Math::exp2(T(p.mods.sinks.at(head)) * Math::log2_e - lse_log2);
+  __device__ T weight_of(const AnyParams& p, int head) const {
+    const T log2_weight = T(p.mods.sinks.at(head)) * Math::log2_e - (lse_log2 + one_log2);
+    return has_key ? Math::exp2(log2_weight) : T(0);
   }
 };

@@ -46,8 +46,8 @@ struct SimtTangents {
 
   Pairs scores;    // S, then P
   Pairs tangents;  // S., then H
-  T sums[slices][rows_per_thread][dims_per_thread] = {};
-  TangentRow<T, side> rows[rows_per_thread];
+  T sums[slices][rows_per_thread][dims_per_thread];
+  TangentRow<T, side, false> rows[rows_per_thread];
 
   __device__ SimtTangents(const TangentParams& p, const TileCoord& coord, const Sequence& sequence,
                           Shared& shared)
@@ -61,15 +61,42 @@ struct SimtTangents {
   __device__ void run() {
 #pragma unroll
     for (int i = 0; i < rows_per_thread; ++i) {
-      rows[i].lse_log2 = lse_log2_of<Config>(p, sequence, coord.head, row_of(i));
+      rows[i].begin(lse_log2_of<Config>(p, sequence, coord.head, row_of(i)));
     }
-    const KvTileRange tiles = kv_tile_range<Bc, false>(
-        mask, coord.q_begin, min(coord.q_begin + Br, sequence.seqlen_q), 0, 1);
-    for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) process_tile(tile * Bc);
+    process_tiles();
+    if (moves_scores && __syncthreads_or(sum_rows())) {
+#pragma unroll
+      for (int i = 0; i < rows_per_thread; ++i) rows[i].template restart<Config>(p, coord.head);
+      process_tiles();
+      sum_rows();
+    }
     finish();
   }
 
  private:
+  __device__ void process_tiles() {
+    clear(sums);
+    const KvTileRange tiles = kv_tile_range<Bc, false>(
+        mask, coord.q_begin, min(coord.q_begin + Br, sequence.seqlen_q), 0, 1);
+    for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) process_tile(tile * Bc);
+  }
+
+  // Completes the sums of the thread's rows. Returns whether one of them is inaccurate.
+  __device__ bool sum_rows() {
+    bool is_inaccurate = false;
+#pragma unroll
+    for (int i = 0; i < rows_per_thread; ++i) {
+      rows[i].add_lanes();
+      is_inaccurate |= rows[i].template is_inaccurate<Config>(p, coord.head);
+    }
+    return is_inaccurate;
+  }
+
+  __device__ static void clear(T (&values)[slices][rows_per_thread][dims_per_thread]) {
+#pragma unroll
+    for (int i = 0; i < slices * rows_per_thread * dims_per_thread; ++i) values[0][0][i] = 0;
+  }
+
   __device__ int row_of(int i) const { return coord.q_begin + y + i * side; }
   __device__ Rows queries(const Tensor& tensor) const {
     return query_rows<Element>(tensor, sequence, coord.head);
@@ -141,22 +168,21 @@ struct SimtTangents {
           return RowStats<T>{rows[r].lse_log2, 0};
         },
         [&](int r, int n) -> T& { return scores[r][n]; }, [](int n) { return n * side; },
-        [&](int r, int n, bool is_visible, bool, T exponent, T slope) {
+        [&](int r, int n, bool is_visible, bool has_one_key, T exponent, T slope) {
           T probability = is_visible ? SoftmaxMath<T>::exp2(exponent) : T(0);
-          // The error of P is as large as its distance from 1 here. Rows that attend to one key
-          // then have exactly the tangent of its value.
-          if (probability > softmax.threshold({rows[r].lse_log2, 0})) probability = 1;
+          // Above the threshold, P differs from 1 by no more than its rounding error, so it is set
+          // to 1. A row that attends to one key then has exactly the tangent of that key's value.
+          const bool is_one = probability > softmax.threshold({rows[r].lse_log2, 0});
+          if (is_one || (has_one_key && probability != 0)) probability = 1;
           scores[r][n] = probability;
-          // If functions may mask pairs, a score of -inf masks its pair, too.
-          const bool counts = Config::may_mask_pairs ? probability != 0 : is_visible;
-          tangents[r][n] = counts ? tangents[r][n] * (scale * slope) : T(0);
+          // A score of -inf also masks its pair, whose tangent may be NaN.
+          tangents[r][n] = probability != 0 ? tangents[r][n] * (scale * slope) : T(0);
         },
         0, rows_per_thread);
 #pragma unroll
     for (int i = 0; i < rows_per_thread; ++i) {
-      rows[i].template find_center<keys_per_thread>(
-          T(0.25) / sequence.seqlen_k, [&](int n) { return scores[i][n]; },
-          [&](int n) { return tangents[i][n]; });
+      rows[i].template find_center<keys_per_thread>([&](int n) { return scores[i][n]; },
+                                                    [&](int n) { return tangents[i][n]; });
     }
     for_each([&](int i, int j) { tangents[i][j] = rows[i].add(scores[i][j], tangents[i][j]); });
   }
@@ -165,7 +191,6 @@ struct SimtTangents {
     const T weight = kept_weight<Config, T>(p);
 #pragma unroll
     for (int i = 0; i < rows_per_thread; ++i) {
-      rows[i].add_lanes();
       const int row = row_of(i);
       if (row >= sequence.seqlen_q) continue;
       const T distance = rows[i].template distance<Config>(p, coord.head);

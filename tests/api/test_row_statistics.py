@@ -65,7 +65,7 @@ def test_the_reference_agrees_with_the_definition(rng: np.random.Generator) -> N
 @pytest.mark.parametrize("lse", [False, True])
 @pytest.mark.parametrize("max_logits", [False, True])
 @pytest.mark.parametrize("entropy", [False, True])
-def test_results_follow_out_in_this_order(
+def test_results_follow_out_in_the_documented_order(
     lse: bool, max_logits: bool, entropy: bool, rng: np.random.Generator
 ) -> None:
     q, k, v = rows(rng)
@@ -81,7 +81,7 @@ def test_results_follow_out_in_this_order(
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
-def test_all_functions_return_them(rng: np.random.Generator) -> None:
+def test_all_functions_return_statistics(rng: np.random.Generator) -> None:
     q, k, v = rows(rng)
     out, max_logits, entropy = flash_attention(q, k, v, **STATISTICS, backend="cpu")
     lengths = [300, 300]
@@ -104,7 +104,7 @@ def test_all_functions_return_them(rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(x, y)
 
 
-def test_layouts_and_batch_axes_are_those_of_lse(rng: np.random.Generator) -> None:
+def test_statistics_have_the_layout_and_batch_axes_of_lse(rng: np.random.Generator) -> None:
     q, k, v = rows(rng)
     expected = flash_attention(q, k, v, **STATISTICS, backend="cpu")[1:]
     swapped = (x.swapaxes(1, 2) for x in (q, k, v))
@@ -156,7 +156,7 @@ def test_equal_scores_have_the_entropy_of_a_uniform_distribution(
         np.testing.assert_allclose(entropy, 300 / 301 * np.log(301), rtol=1e-6)
 
 
-def test_repeated_small_calls_return_them(rng: np.random.Generator) -> None:
+def test_repeated_small_calls_return_statistics(rng: np.random.Generator) -> None:
     q = rng.standard_normal((1, 4, 2, 8)).astype(np.float32)
     first = flash_attention(q, q, q, **STATISTICS, backend="cpu")
     assert flash_attention(q, q, q, backend="cpu").shape == q.shape
@@ -168,7 +168,7 @@ def test_repeated_small_calls_return_them(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("name", STATISTICS)
 @pytest.mark.parametrize("value", [1, "yes", None, np.ones(2)])
-def test_other_values_than_bools_are_refused(
+def test_arguments_other_than_bools_are_refused(
     name: str, value: Any, rng: np.random.Generator
 ) -> None:
     q, k, v = rows(rng)
@@ -203,13 +203,13 @@ def test_references_of_packed_and_cached_calls_return_only_what_is_requested(
     np.testing.assert_array_equal(entropy[0], found[2])
 
 
-def test_other_functions_name_the_functions_that_return_them(rng: np.random.Generator) -> None:
+def test_errors_of_other_functions_name_those_with_statistics(rng: np.random.Generator) -> None:
     q, _, _ = rows(rng)
     with pytest.raises(TypeError, match="it is an argument of flash_attention"):
         cupy_flash.flash_attention_vjp(q, q, q, return_entropy=True)
 
 
-def test_dropout_does_not_change_them(rng: np.random.Generator) -> None:
+def test_dropout_does_not_change_statistics(rng: np.random.Generator) -> None:
     q, k, v = rows(rng)
     plain = ModifiedCall("dense", "float32", {"q": q, "k": k, "v": v}, {"causal": False})
     results = check(plain, np, backend="cpu")

@@ -1,4 +1,4 @@
-"""Forward mode and second derivatives of JAX, at once and in compiled functions."""
+"""Forward mode and second derivatives of JAX, in eager calls and in compiled functions."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ cj = pytest.importorskip("cupy_flash.jax")
 
 from jax import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap  # noqa: E402
 
-# Sums of at most a few hundred float64 products of order 1, added in another order.
+# The sums have at most a few hundred float64 products of order 1, added in different orders.
 CLOSE = {"rtol": 1e-11, "atol": 1000 * 2**-50}
-# Errors of results, relative to the largest one.
+# Largest errors of results, relative to the largest result.
 TOLERANCES = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 2**-7}
 EVERY = (0, 1, 2)
 JIT = pytest.mark.parametrize("is_compiled", [False, True], ids=["at once", "compiled"])
@@ -78,7 +78,7 @@ def ours(*inputs: Any, **options: Any) -> Any:
 
 
 def options_of(device: Any, rng: np.random.Generator) -> dict[str, dict[str, Any]]:
-    """Return options of calls by name; every row attends to some key."""
+    """Return options of calls by name; every row attends to at least one key."""
     mask = np.ones((4, 5), bool)
     mask[1, 3] = mask[2, 0] = mask[2, 4] = False
     bias, sinks = numbers(device, rng, (1, 2, 4, 5), (2,))
@@ -228,7 +228,7 @@ def test_derivatives_are_those_of_arrays(
         assert one.dtype == other.dtype
         if device.platform == "cpu":
             np.testing.assert_array_equal(one, other)
-        # Kernels of a GPU add in another order, and results are rounded to the dtype.
+        # Kernels on a GPU add in a different order, and results are rounded to the dtype.
         one, size = one.astype(np.float64), max(1, np.abs(right).max(initial=0))
         np.testing.assert_allclose(one, right, rtol=0, atol=TOLERANCES[dtype] * size)
 
@@ -276,7 +276,7 @@ def test_dropout_is_differentiated_with_one_mask(
         found, transposed = (jax.jit(product) if is_compiled else product)(
             inputs, jax.random.key(3)
         )
-        # The Hessian is symmetric, and one with another mask is another one.
+        # The Hessian is symmetric only if both products use the same mask.
         assert_tree_close(found, transposed)
         others, _ = product(inputs, jax.random.key(4))
         assert np.abs(found[0] - others[0]).max() > 1e-3
@@ -368,7 +368,7 @@ def test_modifications_have_neither_tangents_nor_second_derivatives(
 
 
 @JIT
-def test_packed_sequences_have_neither(
+def test_packed_sequences_have_neither_tangents_nor_second_derivatives(
     is_compiled: bool, device: Any, rng: np.random.Generator
 ) -> None:
     (x,) = numbers(device, rng, (5, 2, 4))

@@ -54,7 +54,7 @@ def test_results_are_those_of_the_reference(
     close(cupy_flash.flash_attention(*inputs, sinks=sinks, causal=True, **STATISTICS), expected)
 
 
-def test_packed_and_cached_calls_return_them(device: Any, rng: np.random.Generator) -> None:
+def test_packed_and_cached_calls_return_statistics(device: Any, rng: np.random.Generator) -> None:
     q, k, v = rows(rng)
     expected = cj.flash_attention(q, k, v, return_lse=True, **STATISTICS)
     starts, ends = np.array([0, 19]), np.array([0, 21])
@@ -79,7 +79,9 @@ def test_packed_and_cached_calls_return_them(device: Any, rng: np.random.Generat
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_gradients_pass_them_by(compiled: bool, device: Any, rng: np.random.Generator) -> None:
+def test_gradients_of_out_ignore_statistics(
+    compiled: bool, device: Any, rng: np.random.Generator
+) -> None:
     q, k, v = rows(rng)
 
     def loss(q: Any, stops: bool) -> Any:
@@ -97,7 +99,7 @@ def test_gradients_pass_them_by(compiled: bool, device: Any, rng: np.random.Gene
         made(False)(q)
 
 
-def test_vmap_maps_them(device: Any, rng: np.random.Generator) -> None:
+def test_vmap_maps_statistics(device: Any, rng: np.random.Generator) -> None:
     inputs = rows(rng)
 
     def call(*arrays: Any) -> Any:

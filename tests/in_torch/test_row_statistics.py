@@ -1,4 +1,4 @@
-"""Row statistics of `cupy_flash.torch`: results without gradients beside those with them."""
+"""Row statistics of `cupy_flash.torch`: results without gradients in addition to out and lse."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_statistics_have_no_gradients_and_out_has_the_same(causal: bool, device:
         statistics[0].sum().backward()
 
 
-def test_lse_keeps_its_gradient_beside_them(device: str) -> None:
+def test_lse_has_its_gradient_if_statistics_are_returned(device: str) -> None:
     inputs = rows(device)
     _, lse, _ = ct.flash_attention(*inputs, return_lse=True, return_entropy=True)
     _, expected = ct.flash_attention(*inputs, return_lse=True)
@@ -54,7 +54,7 @@ def test_lse_keeps_its_gradient_beside_them(device: str) -> None:
         assert torch.equal(x, y)
 
 
-def test_modified_calls_and_other_functions_return_them(device: str) -> None:
+def test_modified_calls_and_other_functions_return_statistics(device: str) -> None:
     q, k, v = rows(device)
     bias = torch.randn(4, 19, 21, dtype=torch.float64, device=device)[None]
     host = bias.cpu()
@@ -84,7 +84,7 @@ def test_nested_tensors_give_nested_statistics(device: str) -> None:
         same(found, (x[0] for x in expected))
 
 
-def test_compiled_functions_compute_them_outside_of_the_graph(device: str) -> None:
+def test_compiled_functions_compute_statistics_outside_of_the_graph(device: str) -> None:
     inputs = [x.detach() for x in rows(device)]
 
     def twice(q: Any, k: Any, v: Any) -> Any:
@@ -97,7 +97,7 @@ def test_compiled_functions_compute_them_outside_of_the_graph(device: str) -> No
     same(torch.compile(step)(*inputs), step(*inputs))
 
 
-def test_transforms_refuse_them(device: str) -> None:
+def test_transforms_refuse_statistics(device: str) -> None:
     q, k, v = rows(device)
 
     def loss(q: Any) -> Any:

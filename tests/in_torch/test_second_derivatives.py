@@ -18,10 +18,10 @@ torch_gradients = pytest.importorskip("support.gradients.torch_gradients")
 from torch.autograd import forward_ad, functional  # noqa: E402
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap  # noqa: E402
 
-# `backward` keeps what it needs for another derivative, and tells so once.
+# With create_graph=True, `backward` warns once that it keeps the graph.
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 
-# Sums of at most a few hundred float64 products of order 1, added in another order.
+# The sums have at most a few hundred float64 products of order 1, added in different orders.
 CLOSE = {"rtol": 1e-11, "atol": 1000 * 2**-50}
 SECOND, THIRD = "has no second derivative", "has no third derivative"
 
@@ -60,7 +60,7 @@ def plain(q: Any, k: Any, v: Any, **options: Any) -> Any:
 
 
 def options_of(device: str) -> dict[str, dict[str, Any]]:
-    """Return options of calls by name; every row attends to some key."""
+    """Return options of calls by name; every row attends to at least one key."""
     mask = torch.ones(4, 5, dtype=torch.bool, device=device)
     mask[1, 3] = mask[2, 0] = mask[2, 4] = False
     return {
@@ -256,7 +256,7 @@ def test_only_one_result_has_a_gradient(way: str, result: str, device: str) -> N
 
 
 def with_v(q: Any, k: Any, v: Any) -> Any:
-    """Return the results of the formula, in which autograd finds v for both."""
+    """Return the results of the formula, of which lse also depends on v for autograd."""
     out, lse = plain(q, k, v)
     return out, lse + 0 * v.sum()
 
@@ -371,7 +371,7 @@ def third_by_autograd(loss: Any, inputs: Any) -> None:
 
 
 def product_with_graph(loss: Any, inputs: Any) -> Any:
-    """Return a product with the Hessian that autograd is to differentiate."""
+    """Return a product with the Hessian that autograd can differentiate."""
     leaves = tuple(x.clone().requires_grad_() for x in inputs)
     return functional.hvp(loss, leaves, inputs, create_graph=True)[1]
 

@@ -16,7 +16,7 @@ def test_statistics_of_tiles_and_splits_are_those_of_the_formula(
     lines, expected = [], []
     for row in range(300):
         count = int(rng.integers(1, 60))
-        # Rising scores change the base in each tile; others are masked, equal, or very low.
+        # Rising scores change the base in each tile. Other rows are masked, equal or very low.
         scores = rng.standard_normal(count) * rng.choice([0, 1, 30]) + np.arange(count) * (row % 3)
         scores += float(rng.choice([0, -1e9, 1e4]))
         scores[rng.random(count) < rng.choice([0, 0.3, 1])] = -np.inf

@@ -24,7 +24,7 @@ BF16, FP8 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 SEQLEN = 2048
 SINKS, SLOPES = np.zeros(8, np.float32), np.ones(8, np.float32)
 RELATIVE = ScoreMod(lambda score, i, j: score - 0.1 * (i - j))
-# Tuples of family, architecture, dtype, head dims and further arguments of dense calls.
+# Family, architecture, dtype, head dims and other arguments of dense calls.
 DENSE: list[tuple[str, str, Any, tuple[int, int], dict[str, Any]]] = [
     ("hopper", "sm_90", BF16, (128, 128), {}),
     ("hopper", "sm_90", np.float16, (64, 64), {"causal": True, "softcap": 30.0}),
@@ -44,7 +44,7 @@ DENSE: list[tuple[str, str, Any, tuple[int, int], dict[str, Any]]] = [
     ("decode", "sm_80", BF16, (64, 64), {"rows": 4, "alibi_slopes": SLOPES, "sinks": SINKS}),
     ("mma", "sm_90", BF16, (128, 128), {"rows": 1, "sinks": SINKS}),
 ]
-# The same for calls on a KV cache. The last entries are the page size, or 0, and num_splits.
+# The same for calls on a KV cache. The last entries are the page size (0 for none) and num_splits.
 CACHED: list[tuple[str, str, Any, Any, tuple[int, int], int, int]] = [
     ("decode", "sm_90", BF16, FP8, (128, 128), 16, 0),
     ("decode", "sm_80", np.float16, np.int8, (64, 64), 0, 5),
@@ -151,7 +151,7 @@ def test_the_largest_score_spills_nothing_on_hopper(head_dim: int, causal: bool)
     assert spilled(made) == 0
 
 
-def test_units_without_statistics_have_no_trace_of_them() -> None:
+def test_only_units_with_statistics_define_the_macro() -> None:
     q = np.zeros((2, 512, 8, 64), BF16)
     made = plan(flash_attention, q, q, q, arch="sm_90")
     assert made.unit is not None

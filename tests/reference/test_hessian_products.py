@@ -53,7 +53,7 @@ class Direction:
     def __init__(self, call: GradientCall, rng: np.random.Generator) -> None:
         inputs, self.options = call.forward.given(np)
         self.arrays = dict(zip(WRT, inputs, strict=True)) | {"dout": call.dout}
-        # A part of the calls has no gradient of the log-sum-exp.
+        # Some calls have no gradient of the log-sum-exp.
         if call.dlse is not None:
             self.arrays["dlse"] = call.dlse
         moving = tangents_of(self.arrays.values(), rng)
@@ -65,7 +65,7 @@ class Direction:
         return list(function(**given, **self.options))
 
     def gradients(self, step: float) -> tuple[np.ndarray, ...]:
-        """Return the gradients at arrays that are moved by a step."""
+        """Return the gradients after a step of all arrays along their tangents."""
         moved = {name: x + step * self.tangents[name] for name, x in self.arrays.items()}
         found: tuple[np.ndarray, ...] = attention_backward_reference(
             **moved, wrt=WRT, **self.options
@@ -102,7 +102,7 @@ def check_by_differences(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("number", range(30))
-def test_tangents_of_gradients_are_what_differences_say(kind: str, number: int, rng: Any) -> None:
+def test_tangents_of_gradients_agree_with_differences(kind: str, number: int, rng: Any) -> None:
     check_by_differences(smooth_gradient_call(rng, kind), rng, attention_hvp_reference)
 
 
@@ -115,7 +115,7 @@ def modified_call(rng: np.random.Generator) -> GradientCall:
 
 
 @pytest.mark.parametrize("i", range(3))
-def test_differences_tell_tangents_apart_that_are_almost_right(i: int, rng: Any) -> None:
+def test_differences_detect_tangents_that_are_almost_right(i: int, rng: Any) -> None:
     def find(**given: Any) -> list[np.ndarray]:
         results = list(attention_hvp_reference(**given))
         results[i].flat[np.abs(results[i]).argmax()] *= 1 + 1e-4
@@ -147,7 +147,7 @@ def test_every_modification_is_part_of_the_definition(rng: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("number", range(30))
 def test_the_hessian_is_symmetric(kind: str, number: int, rng: Any) -> None:
-    """This holds for functions with kinks, too, whose differences say nothing."""
+    """This also holds for functions with kinks, which differences cannot check."""
     call = random_gradient_call(rng, "float64", kind, head_dims=(1, 5, 24), longest=(30, 60))
     one, other = Direction(call, rng), Direction(call, rng)
     terms = []
@@ -183,7 +183,7 @@ def test_directions_of_dout_are_gradients(rng: Any) -> None:
             *(dout, q, k, v), dlse=dout[..., 0].swapaxes(1, 2), **options
         )
         assert_all_close(found, expected, rtol=0, atol=1e-13)
-    # The gradients with respect to dout and dlse of a dot product with gradients are tangents.
+    # A dot product with the gradients has tangents as its gradients of dout and dlse.
     out_tangent, lse_tangent = flash_attention_jvp(q, k, v, *tangents, **options, return_lse=True)[
         1::2
     ]
@@ -220,7 +220,7 @@ def test_results_obey_the_error_rule(dtype: str, number: int, rng: Any) -> None:
         error = max_error(found, right)
         assert error <= bound, f"off by {error:.3g}, allowed {bound:.3g}: {call}"
         if dtype in ("float32", "float64") and size.max(initial=0) > 1e-6:
-            # The bound would find the roundings of a coarser dtype.
+            # The bound is tight enough to detect roundings to a coarser dtype.
             assert bound <= 1000 * float(np.finfo(compute).eps) * size.max()
 
 
@@ -298,7 +298,7 @@ OF_QUERIES, OF_KEYS = (0, 1, 4, 7), (2, 3, 5, 6)
 
 
 @FUNCTIONS
-def test_what_is_hidden_leaves_no_trace(function: Any, rng: Any) -> None:
+def test_masked_pairs_do_not_affect_results(function: Any, rng: Any) -> None:
     arrays = arguments(rng)
     # The first rows attend to no key, and no row attends to key 7. Key 9 is hidden from some rows.
     mask = rng.random((11, 23)) < 0.7
@@ -361,7 +361,7 @@ def test_missing_tangents_are_zeros(function: Any, given: int, rng: Any) -> None
     found = function(*arrays[:4], *tangents, causal=True, softcap=2.0)
     expected = function(*arrays[:4], *zeros, causal=True, softcap=2.0)
     assert_all_close(found, expected, rtol=0, atol=1e-14)
-    # Values are linear in the output, so that dv changes with everything else.
+    # The output is linear in the values, so dv depends on everything else.
     assert [x.any() for x in found] == [given > 0, given > 0, given & 11 > 0]
 
 

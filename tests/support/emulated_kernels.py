@@ -1,7 +1,7 @@
-"""Kernels of a plan that run on the host: their translation units, compiled by g++.
+"""Kernels of a plan on the host: g++ compiles their translation units.
 
-All threads of a CTA take turns, so that a kernel is slow, but its results are those of the GPU up
-to the rounding of sums.
+The threads of a CTA run one at a time, so a kernel is slow. Its results differ from those of a GPU
+only by the rounding of sums.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _compiled(plan: Plan, folder: Path) -> Any:
         pytest.skip("no g++ to compile the kernel with")
     assert plan.unit is not None
     [launch] = plan.launches
-    # The asserted offsets of members are constants of CUDA's compiler only.
+    # Only CUDA's compiler accepts the asserted offsets of members as constants.
     lines = [line for line in plan.unit.text.splitlines() if "__INTADDR__" not in line]
     type_of = {"params": "Params", "tangents": "TangentParams", "received": "ReceivedParams"}
     text = '#include "cuda.h"\n'

@@ -152,7 +152,7 @@ class Call:
         The results are allocated unless they are `placed`.
 
         `stream` is the handle of the stream, by default that of CuPy's current stream. It may be
-        another one only if the call neither appends nor fills its results.
+        another stream only if the call neither appends nor fills its results.
         """
         if not 0 <= keys <= self.max_keys:
             require_length("cache_seqlens", keys, self.limits)

@@ -68,7 +68,7 @@ def _preferred_tiles(problem: Problem, device: Device) -> list[MmaTile]:
     if problem.dtype == "float32":
         # At head_dim 128, tile 64x64 is 10% faster than 64x32 although it spills 16 bytes (H200,
         # causal, seqlen 4096).
-        # Entropies take so many registers that it spills more.
+        # With the entropy, it needs more registers and spills more bytes.
         fits = hopper and layout.is_dense and "entropy" not in problem.statistics
         large = [MmaTile(64, 64)] if widest <= 64 or fits else []
         return [*large, MmaTile(64, 32)]

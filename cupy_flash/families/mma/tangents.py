@@ -33,7 +33,7 @@ class MmaTangentTile(Tile):
     warps
         Number of warps of a thread block. A warp owns 16 or 32 of the Br rows.
     stages
-        1 or 2: number of KV tiles in shared memory, one in use, the other being loaded.
+        Number of KV tiles in shared memory, 1 or 2. With 2, one is loaded while the other is used.
     min_blocks
         Number of thread blocks per SM in `__launch_bounds__`, which limits registers per thread.
     """
@@ -93,7 +93,7 @@ class MmaTangentFamily(Family[MmaTangentTile]):
         return reason or tangent_common.why_not_grid(problem, tile.Br)
 
     def _registers(self, problem: Problem, tile: MmaTangentTile) -> int:
-        """Return a lower bound: the fragments that are live at once, and 40 other registers."""
+        """Return a lower bound of the registers per thread: live fragments, and 40 others."""
         row_tiles = tile.Br // (16 * tile.warps)
         scores = 2 * row_tiles * tile.Bc // 2
         output = row_tiles * round_up(problem.head_dim_v, 16) // 2

@@ -30,7 +30,7 @@ def derivative(root: Node, of: Node, order: int = 1) -> Node:
     """Return the derivative of the expression `root` with respect to the node `of`.
 
     The node `of` is the score or the load of an element. A derivative that is 0 or 1 everywhere is
-    returned as this literal. `order` is 1, or 2 for the derivative of the derivative.
+    returned as this literal. `order` is 1, or 2 for the second derivative.
 
     Raises
     ------
@@ -127,13 +127,13 @@ class _Tangents:
     """Derivatives of nodes, each after its arguments, with respect to the node `of`.
 
     All other nodes have derivative 0. The attribute `of` holds the derivatives, keyed by node. If
-    the nodes are those of a derivative, `before` is the object that computed it.
+    the nodes are those of a first derivative, `before` is the object that computed it.
     """
 
     def __init__(self, nodes: Iterable[Node], of: Node, before: _Tangents | None = None) -> None:
         self._products: dict[tuple[Node, Node], Node] = {}
         self._choices: dict[Node, int] = {} if before is None else before._choices
-        # Products that `_times` computes only where a tangent is not 0, with this tangent.
+        # Tangent of each product that `_times` computes only where this tangent is not 0.
         self._guards: dict[Node, Node] = {}
         self._guards_before = {} if before is None else before._guards
         self.of: dict[Node, Node] = {}
@@ -157,8 +157,8 @@ class _Tangents:
     def _of_guarded(self, node: Node, tangent: Node) -> Node:
         """Return the derivative of a product that is computed only where `tangent` is not 0.
 
-        Where the tangent is 0 because it changes its sign, the product has a derivative as well.
-        Where a `where` selects 0, the derivative of the tangent is 0, too.
+        The tangent may be 0 at a point where it changes its sign. The product has a derivative
+        there. Where a `where` selects 0, the derivative of the tangent is 0, too.
         """
         are_zero = (operation("eq", x, ZERO) for x in (tangent, self.of[tangent]))
         return operation("where", operation("and", *are_zero), ZERO, self.of[node.args[2]])

@@ -22,8 +22,8 @@ def curvatures(scores: Scores, x: Any, pairs: Pairs, xp: Any) -> Any:
     Returns
     -------
     array or None
-        Second derivatives, broadcastable to x; None if they are 0 everywhere. Those of masked pairs
-        may have any value, including NaN.
+        Second derivatives, broadcastable to x; None if they are 0 everywhere. The values of masked
+        pairs are arbitrary, and may be NaN.
     """
     capped, mod = after_softcap(scores, x, xp), scores.score_mod
 

@@ -67,8 +67,8 @@ struct DecodeCta {
   static_assert(Br * QueryLayout::row_bytes <= stage_bytes, "queries are loaded through a stage");
 
   // A partial result is one record of floats per row: output columns, base of the probabilities,
-  // and their sum, then the largest score and the moment (score/statistics.cuh) if the call returns
-  // them. The records overwrite the rings of the warps that computed them.
+  // and their sum. The largest score and the moment (score/statistics.cuh) follow if the call
+  // returns row statistics. The records overwrite the rings of the warps that computed them.
   static constexpr int columns = Products::columns_v;  // columns per warp
   static constexpr int record_columns = ColumnWarps::size * columns;
   // The state of a row takes 2 to 4 floats. Padding to 8 avoids bank conflicts: writing 16 rows of

@@ -29,7 +29,7 @@ struct DecodeMerge {
 
   __device__ explicit DecodeMerge(const Cta& cta) : cta(cta), memory{cta} {}
 
-  // Number of floats that are read of the state of a row.
+  // Number of floats that the merge reads from the state of a row.
   static constexpr int state_floats = has_statistics<Config> ? 4 : 2;
 
   static constexpr float lowest_base = -0x1.fffffep127f;
@@ -227,7 +227,7 @@ struct DecodeMerge {
     if constexpr (Config::entropy) write_number([&] { return p.entropy; }, row, summary.entropy);
   }
 
-  // Writes the log-sum-exp of a row, or a statistic, to array(), which has the form of lse. The
+  // Writes the log-sum-exp or a statistic of a row to array(), which has the shape of lse. The
   // address is a function, so that it is loaded only after the index is known.
   template <class Array>
   __device__ void write_number(Array array, int row, float number) const {

@@ -87,7 +87,7 @@ struct HopperEpilogue {
     return is_special;
   }
 
-  // Writes the statistics of rows whose sums cover all lanes already.
+  // Writes the row statistics. The row sums in `state` must already include all lanes.
   __device__ void write_statistics(SoftmaxRow (&state)[2]) const {
     const WorkTile& work_tile = finished_work_tile();
     float unit = logit_unit<Config, float>(cta.p);

@@ -29,9 +29,9 @@ __device__ inline float largest_of_lane(const float (&scores)[Bc / 2], int half)
   return max[0];
 }
 
-// Returns the bits of the largest score of this lane in a row, if it is not negative. If all scores
-// are negative, the result is another one of them. Comparing scores as integers takes one
-// instruction for three.
+// Returns the bits of the largest score of this lane in a row, provided that this score is not
+// negative. If all scores are negative, the result is the smallest of them, because negative floats
+// and their bits have opposite orders. One instruction compares three integers.
 template <int Bc>
 __device__ inline int largest_bits_of_lane(const float (&scores)[Bc / 2], int half) {
   constexpr int chains = 2;
@@ -46,7 +46,7 @@ __device__ inline int largest_bits_of_lane(const float (&scores)[Bc / 2], int ha
   return ::max(max[0], max[1]);
 }
 
-// Does the same for the scores and one more number, of which `bits` are the bits.
+// Returns the same for the scores and one more number, whose bits are `bits`.
 template <int Bc>
 __device__ inline int largest_bits_of_lane(const float (&scores)[Bc / 2], int half, int bits) {
 #pragma unroll
@@ -58,8 +58,8 @@ __device__ inline int largest_bits_of_lane(const float (&scores)[Bc / 2], int ha
   return bits;
 }
 
-// Returns the bits of the largest score of this lane in a row, if all its scores are negative.
-// Otherwise, the result is the smallest score that is not negative.
+// Returns the bits of the largest score of this lane in a row, provided that all scores are
+// negative. Otherwise, the result is the smallest score that is not negative.
 template <int Bc>
 __device__ inline int largest_negative_bits_of_lane(const float (&scores)[Bc / 2], int half) {
   unsigned min = ~0u;
@@ -80,7 +80,7 @@ struct HopperSoftmax {
   using Scores = float[Bc / 2];
   using Operand = HopperOperand<typename Config::Element>;
   using Probabilities = unsigned[Operand::components][Bc / 4];
-  // Moments of this lane's elements of each row.
+  // Moments of this lane's elements in its two rows.
   using Moments = ExponentMoment<float, Config::entropy>[2];
 
   static_assert(!Config::bounded || (Config::Mods::changes_scores && Row::highest < 0),
@@ -184,9 +184,9 @@ struct HopperSoftmax {
     return must_change;
   }
 
-  // Includes the scores of a KV tile in the largest scores of this lane's rows. The softmax computes
-  // no maxima, so this is the cost of Config::max_logits. The scores are compared as integers, and
-  // again as floats only if the result may be wrong.
+  // Updates the largest scores of this lane's rows with the scores of a KV tile. The softmax itself
+  // computes no maxima, so these comparisons are the cost of Config::max_logits. Scores are
+  // compared as integers, and again as floats only if the result may be wrong.
   __device__ void include_scores(Scores& scores) {
     if constexpr (Config::Mods::changes_scores) {
       include_exponents(scores);
@@ -203,7 +203,7 @@ struct HopperSoftmax {
       largest[half] = __int_as_float(bits);
       signs |= bits;
     }
-    // A result is wrong if all scores of its row so far are negative.
+    // The result of a row is wrong if all of the row's scores so far are negative.
     if (signs < 0) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -214,8 +214,8 @@ struct HopperSoftmax {
     rows[1].largest = largest[1];
   }
 
-  // Does the same for changed scores, which are exponents relative to the base. For bfloat16 they
-  // are negative, except for those that outgrow the base and bounded ones.
+  // Does the same for changed scores, which are exponents relative to the base. For bfloat16 the
+  // exponents are negative, unless scores are bounded or have outgrown the base.
   __device__ void include_exponents(const Scores& scores) {
     constexpr bool are_negative = !Config::bounded && Row::highest < 0;
     float largest[2];
@@ -224,7 +224,7 @@ struct HopperSoftmax {
     for (int half = 0; half < 2; ++half) {
       const int bits = are_negative ? largest_negative_bits_of_lane<Bc>(scores, half)
                                     : largest_bits_of_lane<Bc>(scores, half);
-      // If all exponents are negative, they do not matter to a row with a score above the base.
+      // Negative exponents do not matter to a row that already has a score at or above the base.
       may_be_wrong |= are_negative ? bits >= 0 : bits < 0 && rows[half].largest < rows[half].base;
       largest[half] = __int_as_float(bits);
     }
@@ -238,7 +238,7 @@ struct HopperSoftmax {
     }
   }
 
-  // Computes P, and over this lane's elements of each row, the sum and the moment.
+  // Computes P, and the sum and the moment of this lane's elements of each row.
   __device__ void compute_exponentials(const Scores& scores, Probabilities& probabilities,
                                        float (&sums)[2], Moments& moments) const {
     float parts[2][2] = {};

@@ -37,7 +37,7 @@ struct Rows {
 
   T scores[L::rows][L::keys];      // key j is position() + j * row_threads
   T out[L::rows][L::columns];      // vector j is at column (position() + j * row_threads) * width
-  // Their sums are over this thread's keys only, until finish().
+  // The row sums include only this thread's keys until finish().
   SoftmaxRow<T, StatisticsOf<Config, T>> softmax[L::rows];
 
   __device__ static int first() {

@@ -1,5 +1,5 @@
-// The parts of CUDA that whole kernels need, in addition to those that run a CTA's code on the host.
-// A kernel's translation unit is compiled after this header, and `run` launches it.
+// Parts of CUDA that whole kernels need on the host, in addition to those of cuda_on_cpu.h. The
+// translation unit of a kernel includes this header first.
 #pragma once
 
 #include "cuda_on_cpu.h"
@@ -38,7 +38,7 @@ inline unsigned __cvta_generic_to_shared(const void* pointer) {
   return unsigned(static_cast<const unsigned char*>(pointer) - shared_memory);
 }
 
-// Runs kernel() on every CTA of a grid, one after the other. Shared memory starts as NaN.
+// Runs kernel() for the CTAs of a grid, one by one. Shared memory is filled with NaN before each.
 inline void run_grid(int blocks, int threads, const std::function<void()>& kernel) {
   gridDim.x = blocks;
   for (int block = 0; block < blocks; ++block) {

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.calls.modified_calls import DTYPES
 from support.comparisons import assert_all_equal
 from support.draws import few_then_slow
 from support.emulated_kernels import run_on_host
@@ -19,7 +20,7 @@ from support.gradients.tangent_rule import (
     packed_call,
 )
 
-from cupy_flash import flash_attention, flash_attention_varlen
+from cupy_flash import attention_jvp_reference, flash_attention, flash_attention_varlen
 from cupy_flash.calls.arguments import TangentArguments, normalized, with_modifications
 from cupy_flash.calls.check.tangents import check_tangent_call
 from cupy_flash.calls.conversions import converted
@@ -126,10 +127,10 @@ def test_a_row_with_one_key_has_the_tangent_of_its_value(
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("mma", "float16"), ("simt", "float32")])
-def test_what_is_hidden_leaves_no_trace(family: str, dtype: str, folder: Path, rng: Any) -> None:
+def test_masked_pairs_affect_no_tangent(family: str, dtype: str, folder: Path, rng: Any) -> None:
     arrays = arrays_of(rng, dtype, (75, 130))
     mask = rng.random((75, 130)) < 0.7
-    # The first rows attend to no key, and no row to the keys 7 and 90 to 129.
+    # The first rows attend to no key, and no row attends to key 7 or to the keys 90 to 129.
     mask[:3] = mask[:, 7] = mask[:, 90:] = False
     expected = tangents_on_host(family, arrays[:3], arrays[3:], {"mask": mask}, folder)
     for i in (0, 3):
@@ -142,3 +143,50 @@ def test_what_is_hidden_leaves_no_trace(family: str, dtype: str, folder: Path, r
     assert not found[1][:, :3].any()
     assert not found[3][..., :3].any()
     assert all(x.any() for x in found)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("mma", "float16"), ("mma", "bfloat16"), ("simt", "float16"), ("simt", "float32")],
+)
+@pytest.mark.parametrize("key", [0, 60, 149])
+@pytest.mark.parametrize("boost", [3.0, 12.0])
+def test_a_key_with_most_of_the_weight_costs_no_accuracy(
+    family: str, dtype: str, key: int, boost: float, folder: Path, rng: Any
+) -> None:
+    """The tangent of the scores in the first KV tile says nothing about the row then."""
+    arrays = arrays_of(rng, DTYPES[dtype], (40, 150))
+    for x in arrays[:2]:
+        x[..., 0] = 0
+    arrays[0][..., 0] = boost
+    arrays[1][:, key, :, 0] = 40**0.5
+    results = tangents_on_host(family, arrays[:3], arrays[3:], {}, folder)
+    check_tangents(results, arrays[:3], arrays[3:], {}, (key, boost))
+    sinks = {"sinks": np.array([-2.0, boost, 0.5, boost + 3], np.float32)}
+    results = tangents_on_host(family, arrays[:3], arrays[3:], sinks, folder)
+    check_tangents(results, arrays[:3], arrays[3:], sinks, (key, boost, "sinks"))
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 200.0])
+def test_small_and_large_tangents_of_float16_keep_their_digits(
+    size: float, folder: Path, rng: Any
+) -> None:
+    arrays = arrays_of(rng, np.float16, (20, 600))
+    arrays[3] = (arrays[3] * size).astype(np.float16)
+    arrays[4] = (arrays[4] * size).astype(np.float16)
+    arrays[5][:] = 0
+    _, found, _, _ = tangents_on_host("mma", arrays[:3], arrays[3:], {}, folder)
+    _, exact = attention_jvp_reference(*arrays)
+    # Each of 600 terms is rounded twice, by 2^-11, and the output itself. Their signs are random.
+    assert np.abs(found - exact).max() <= 2.0**-9 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("mma", "float16"), ("simt", "float32")])
+def test_huge_scores_of_a_row_with_one_key_cost_no_accuracy(
+    family: str, dtype: str, folder: Path, rng: Any
+) -> None:
+    arrays = arrays_of(rng, DTYPES[dtype], (90, 90))
+    arrays[0] *= 1000
+    options = {"window_size": (0, 0), "softmax_scale": 1.0}
+    _, found, _, _ = tangents_on_host(family, arrays[:3], arrays[3:], options, folder)
+    np.testing.assert_array_equal(found, arrays[5].repeat(2, 2))

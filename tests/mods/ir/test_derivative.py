@@ -304,12 +304,12 @@ def test_second_derivatives_where_the_first_one_changes_its_sign(choices: int) -
 
     j = np.arange(choices + 1)
     last = np.where(j == choices, 1, 0)
-    # Of several alternatives, 0 among them, a product leaves out those that are 0.
+    # If a factor has several alternatives, a product omits those that are 0.
     for outer, at_0 in ((np.sin, 2), (lambda x: np.exp(3 * x), 6), (lambda x: x * x + x, 2)):
         mod = ScoreMod(lambda score, j, f=outer: f(chosen(score, j)))
         found = mod.derivative(np.zeros(j.shape), 0, 0, 0, j, order=2)
         np.testing.assert_allclose(found, at_0 * last, rtol=1e-15)
-    # The derivatives of the root are infinite where 0 is chosen, and leave no trace.
+    # The derivatives of the root are infinite where 0 is chosen, and must not affect the result.
     root = ScoreMod(lambda score, j: np.sqrt(chosen(score, j)))
     first, second = (root.derivative(np.full(j.shape, 2.0), 0, 0, 0, j, order=n) for n in (1, 2))
     np.testing.assert_array_equal(first, last)
@@ -334,7 +334,7 @@ def test_slopes_that_are_known_are_literals() -> None:
     assert derivative(capped.graph, SCORE) is expected
 
 
-def test_second_derivatives_that_are_known_are_literals() -> None:
+def test_constant_second_derivatives_are_literals() -> None:
     def of(function: Callable[..., Any]) -> Node:
         return derivative(ScoreMod(function).graph, SCORE, 2)
 

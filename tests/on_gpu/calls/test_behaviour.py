@@ -256,7 +256,7 @@ def test_jax_arrays_on_a_second_gpu_are_read_where_that_one_is_current(jax: Any)
     values = random_values(CASE)
     first = [jax.device_put(array, jax.devices()[0]).block_until_ready() for array in values]
     second = [jax.device_put(array, jax.devices()[1]).block_until_ready() for array in values]
-    # Some versions of JAX leave the device current that they have used last.
+    # In some versions of JAX, the device that JAX used last stays the current device.
     with cupy.cuda.Device(0):
         Truth.of(values).check(np.asarray(flash_attention(*first)))
         with pytest.raises(ValueError, match="q lies on device 1, but the current device is 0"):

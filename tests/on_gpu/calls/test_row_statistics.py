@@ -32,7 +32,7 @@ STATISTICS = {"return_max_logits": True, "return_entropy": True}
 
 
 def draw(seed: int) -> tuple[ModifiedCall, str | None]:
-    """Return a call, half of them without modifications, and the family or None for any."""
+    """Return a call, which has modifications in half of the cases, and a family or None."""
     rng = np.random.default_rng([seed, 17])
     family = str(rng.choice(["any", *FORWARD]))
     dtypes = ["float16", "bfloat16"] if family == "decode" else list(DTYPES)
@@ -68,7 +68,7 @@ def test_long_calls_agree_with_the_reference(
     rows = 4 if family == "decode" else 517
     shapes = (2, rows, 4, 128), (2, 4099, 2, 128), (2, 4099, 2, 128)
     q, k, v = (rng.standard_normal(shape).astype(DTYPES[dtype]) for shape in shapes)
-    # Scores that rise along the keys change the base often; negative ones need another comparison.
+    # Scores that rise along the keys change the base often. Negative scores are compared as floats.
     for factor, shift in ((1.0, 0.0), (4.0, 0.0), (1.0, -20.0)):
         keys = (k * factor * np.linspace(0.1, 1, 4099)[:, None, None]).astype(k.dtype)
         first = q.copy()
@@ -87,7 +87,7 @@ def test_long_calls_agree_with_the_reference(
 
 @pytest.mark.parametrize("name", STATISTICS)
 @pytest.mark.parametrize("family", FORWARD)
-def test_one_statistic_alone_has_the_bits_of_both(
+def test_one_statistic_has_the_same_bits_alone_and_with_the_other(
     family: str, name: str, rng: np.random.Generator
 ) -> None:
     rows = 3 if family == "decode" else 300
@@ -192,7 +192,7 @@ def test_empty_caches_and_sequences_have_the_statistics_of_no_keys() -> None:
     assert (entropy == 0).all()
 
 
-def test_captured_calls_compute_them_again(rng: np.random.Generator) -> None:
+def test_replays_of_captured_calls_compute_statistics_again(rng: np.random.Generator) -> None:
     q, k, v = (
         cupy.asarray(rng.standard_normal((1, 200, 2, 64)).astype(np.float16)) for _ in range(3)
     )

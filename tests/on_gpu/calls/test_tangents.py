@@ -1,4 +1,4 @@
-"""Tangents by kernels: the error rule, edge cases, and results that do not depend on the tile."""
+"""Tangents by kernels: the error rule and edge cases."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ def test_a_row_with_one_key_has_the_tangent_of_its_value(dtype: str, rng: Any) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_hidden_leaves_no_trace(dtype: str, rng: Any) -> None:
+def test_masked_pairs_affect_no_tangent(dtype: str, rng: Any) -> None:
     arrays = arrays_of(rng, dtype, (75, 130))
     mask = rng.random((75, 130)) < 0.7
-    # The first rows attend to no key, and no row to the keys 7 and 90 to 129.
+    # The first rows attend to no key, and no row attends to key 7 or to the keys 90 to 129.
     mask[:3] = mask[:, 7] = mask[:, 90:] = False
     options = {"mask": cupy.asarray(mask), "return_lse": True}
     expected = [cupy.asnumpy(x) for x in flash_attention_jvp(*arrays, **options)]

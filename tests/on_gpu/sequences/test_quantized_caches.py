@@ -352,7 +352,7 @@ def test_scales_that_are_ever_other_numbers_leave_no_memory_behind(library: str)
     if library == "torch":
         given = tensors_of(arguments)
     cupy_used = cupy.get_default_memory_pool().used_bytes
-    # Memory of earlier tests that is still to be collected would count as well.
+    # Memory of earlier tests that is not collected yet would count as well.
     gc.collect()
     # The first call allocates memory that later calls reuse.
     flash_attention_with_kvcache(**given | {"k_scale": 0.5}).sum().item()

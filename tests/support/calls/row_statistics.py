@@ -75,7 +75,7 @@ def cap_error(call: ModifiedCall) -> float:
 def compare(found: Rows, expected: Rows, what: str, *, cap: float = 0.0, more: float = 0.0) -> None:
     """Fail unless statistics agree with those of the reference.
 
-    The bounds are that of the log-sum-exp in `ModifiedCall.compare`: a score has the same error.
+    The bound is that of the log-sum-exp in `ModifiedCall.compare`: a score has the same error.
     `cap` is the error of a softcap, and `more` that of scores of 8-bit products.
     """
     real = np.finfo(found["lse"].dtype)
@@ -83,7 +83,7 @@ def compare(found: Rows, expected: Rows, what: str, *, cap: float = 0.0, more: f
         x, true = found[name], expected[name]
         assert x.dtype == found["lse"].dtype, f"{name} has dtype {x.dtype}: {what}"
         assert x.shape == found["lse"].shape, f"{name} has shape {x.shape}: {what}"
-        # Kernels store scores times log2(e), so lower numbers count as equal to this one.
+        # Kernels store scores times log2(e), so scores below this bound count as equal to it.
         least = -np.log(2) * float(real.max)
         x, true = (np.where(np.isfinite(y), np.maximum(y, least), y) for y in (x, true))
         finite = np.isfinite(true)

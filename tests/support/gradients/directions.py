@@ -65,7 +65,7 @@ def random_arrays(
 def magnitudes(x: np.ndarray, options: dict[str, Any], heads: int | None = None) -> np.ndarray:
     """Return magnitudes (batch, heads, seqlen, dim) in float64, with KV heads repeated.
 
-    Those of padding, which is NaN, are 0.
+    The magnitude of padding, which is NaN, is 0.
     """
     found = np.nan_to_num(np.abs(x.astype(np.float64)))
     if options.get("layout") != "bhsd":
@@ -74,7 +74,7 @@ def magnitudes(x: np.ndarray, options: dict[str, Any], heads: int | None = None)
 
 
 def largest_product(inputs: Any, options: dict[str, Any]) -> float:
-    """Return the largest sum of magnitudes of the products that a scaled score is the sum of."""
+    """Return the largest sum of magnitudes of the products that add up to a scaled score."""
     q = magnitudes(inputs[0], options)
     k = magnitudes(inputs[1], options, q.shape[1])
     scale = options.get("softmax_scale")

@@ -78,8 +78,8 @@ def check_tangents(
         results[1::2], exact[1::2], sizes, naives, strict=True
     ):
         # The bound is that of gradients: twice the error of the naive formula, a few ulps of the
-        # result, and of the sum of the magnitudes of its terms, which may cancel. Scores have
-        # errors of ulps of their products.
+        # result, and a few ulps of the sum of the magnitudes of its terms, which may cancel. Scores
+        # have errors of a few ulps of their products.
         bound = error_bound(its_naive, right, found.dtype)
         bound += error_bound(size, size, compute, lse=lse) + ulps * size.max(initial=0)
         error = max_error(found, right)

@@ -214,7 +214,7 @@ if hasattr(jax, "shard_map"):
         assert_close(jax.jit(step(divided))(q, k, v), step(one)(q, k, v))
 
 
-# Tangents and second derivatives are divided as the calls themselves.
+# Tangents and second derivatives are divided in the same way as the calls.
 def moved(q, k, v, t):
     def loss(q, k, v):
         return (cj.flash_attention(q, k, v, causal=True) ** 2).sum()

@@ -123,9 +123,9 @@ struct HopperSoftmax<Config, true> {
   }
 
  private:
-  // Finds this lane's largest score in each row. If all are negative, the result is wrong. That
-  // matters only if all earlier scores of the row are negative, too: then the scores are compared
-  // again as floats.
+  // Finds this lane's largest score in each row. The result is wrong if all scores are negative.
+  // This matters only if all earlier scores of the row are negative, too. The scores are then
+  // compared again as floats.
   __device__ void find_largest(const Scores& scores, float (&largest)[2]) const {
     bool may_count = false;
 #pragma unroll

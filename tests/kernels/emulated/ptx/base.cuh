@@ -1,5 +1,5 @@
-// Host versions of the instructions in kernels_cu/ptx/base.cuh that kernels on sm_80 use. Copies to
-// shared memory are done at once.
+// Host versions of the instructions in kernels_cu/ptx/base.cuh that kernels for sm_80 use.
+// Asynchronous copies to shared memory complete immediately.
 #pragma once
 
 #include "cuda.h"
@@ -28,7 +28,7 @@ inline unsigned short cvt_rn_f16_f32(float x) {
   const float size = std::fabs(x);
   if (size != size) return sign | 0x7fff;
   if (size >= 65520) return sign | 0x7c00;
-  // Digits that are rounded up to the next power of two carry into the exponent.
+  // If rounding reaches the next power of two, the addition below carries into the exponent.
   const int exponent = size < 0x1p-14f ? -15 : std::ilogb(size);
   const int digits = int(std::nearbyint(std::ldexp(size, exponent < -14 ? 24 : 10 - exponent)));
   return sign | (exponent < -14 ? digits : ((exponent + 14) << 10) + digits);
@@ -45,7 +45,7 @@ inline unsigned cvt_rn_bf16x2_f32(float low, float high) {
   return cvt_rn_bf16_f32(low) | unsigned(cvt_rn_bf16_f32(high)) << 16;
 }
 
-// Rounds to the nearest number with 10 binary digits after the point; ties away from 0.
+// Rounds to the nearest number with a 10-bit mantissa. Ties round away from 0.
 inline unsigned cvt_tf32_f32(float x) {
   const unsigned bits = bits_as<unsigned>(x);
   return std::isfinite(x) ? (bits + 0x1000) & ~0x1fffu : bits;
@@ -82,7 +82,8 @@ auto with_words(const unsigned (&own)[count], Read read) {
   return among_lanes(words, read);
 }
 
-// Loads four 8 x 8 matrices. Lane l gets two elements of row l / 4 of each, or of column l / 4.
+// Loads four 8 x 8 matrices. Lane l receives two elements of row l / 4 of each matrix or, if
+// `Transposed`, of column l / 4.
 template <bool Transposed>
 void load_matrices(unsigned (&result)[4], unsigned shared) {
   if (shared % 16 != 0) std::abort();

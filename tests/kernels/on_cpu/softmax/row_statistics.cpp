@@ -1,7 +1,8 @@
-// Prints the statistics of rows of scores, computed as the kernels do: in KV tiles with an online
-// softmax for each KV split, then merged. Standard input has one line for each row: the number of
-// scores, of scores in a KV tile and of splits, whether there is a sink, the sink, and the scores
-// in natural units. The output has the largest score and the entropy of each row.
+// Prints the statistics of rows of scores, computed as the kernels do: an online softmax iterates
+// over the KV tiles of each KV split, and the splits are merged. Standard input has one line for
+// each row: the number of scores, the number of scores in a KV tile, the number of splits, whether
+// there is a sink, the sink, and the scores in natural units. The output has the largest score and
+// the entropy of each row.
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -32,7 +33,7 @@ using std::fmin;
 
 using Math = SoftmaxMath<double>;
 using Row = SoftmaxRow<double, RowStatistics<double, true, true>>;
-// Sums of p are in units of 2^-headroom, as for types that need headroom.
+// Sums of p are in units of 2^-headroom, as for dtypes with headroom.
 constexpr int units = 16;
 
 Row attend(const double* scores, int count, int tile) {

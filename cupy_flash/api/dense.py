@@ -144,7 +144,8 @@ def flash_attention(
     options = Options(
         "dense", causal, softmax_scale, return_lse, family, freeze_tile(tile), q_offset, layout
     )
-    options = with_statistics(options, return_max_logits, return_entropy)
+    if return_max_logits is not False or return_entropy is not False:
+        options = with_statistics(options, return_max_logits, return_entropy)
     arguments = Arguments(q, k, v, out)
     # A generator in any() would add half a microsecond to every call.
     is_plain = q_scale is None and k_scale is None and v_scale is None
@@ -201,6 +202,7 @@ def flash_attention_qkvpacked(
     options = Options(
         "qkvpacked", causal, softmax_scale, return_lse, family, freeze_tile(tile), q_offset, layout
     )
-    options = with_statistics(options, return_max_logits, return_entropy)
+    if return_max_logits is not False or return_entropy is not False:
+        options = with_statistics(options, return_max_logits, return_entropy)
     arguments = Arguments(None, None, None, out, qkv)
     return dispatch.attention(arguments, options, backend, 0, modifications, stream)

@@ -81,8 +81,8 @@ def flash_attention_hvp(
 
     Notes
     -----
-    As in `flash_attention_jvp`, operations of NumPy or CuPy compute chunks of query rows on the
-    device of the inputs, without a fused kernel: the memory grows with the lengths of the sequences
+    Operations of NumPy or CuPy compute chunks of query rows on the device of the inputs, without a
+    fused kernel: the memory grows with the lengths of the sequences
     rather than with their product. A chunk takes up to one GiB, or two GiB if the inputs are
     float64. All sums are float32, or float64 for float64 inputs. A GPU waits between chunks, so
     that the call cannot be captured in a CUDA graph.

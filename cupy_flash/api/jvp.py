@@ -76,7 +76,9 @@ def flash_attention_jvp(
     ValueError
         If the shapes or the layout are wrong, or the shape of a modification does not fit.
     UnsupportedError
-        If `stream` is given, and no GPU can be used.
+        If `stream` is given and no GPU can be used, or if no kernel supports the call.
+    CompileError
+        If a kernel does not compile.
 
     Notes
     -----
@@ -89,7 +91,8 @@ def flash_attention_jvp(
     Masked pairs affect no result, whatever their queries, keys and the tangents of these hold.
     On a GPU, a NaN or infinity in a masked value or its tangent may reach rows that attend to other
     keys of the same KV tile. A query that attends to no key has tangents of 0, and one that attends
-    to a single key has exactly the tangent of its value.
+    to a single key has exactly the tangent of its value. (On a GPU, it has this tangent up to
+    rounding if a mask function or array leaves only this key and its score is in the thousands.)
 
     References
     ----------
@@ -178,7 +181,7 @@ def flash_attention_varlen_jvp(
 
     Raises
     ------
-    TypeError, ValueError, UnsupportedError
+    TypeError, ValueError, UnsupportedError, CompileError
         See `flash_attention_jvp`.
 
     References

@@ -258,5 +258,6 @@ def flash_attention_with_kvcache(
         compute_scales,
         head_dim_v,
     )
-    options = with_statistics(options, return_max_logits, return_entropy)
+    if return_max_logits is not False or return_entropy is not False:
+        options = with_statistics(options, return_max_logits, return_entropy)
     return dispatch.attention(arguments, options, backend, keys, modifications, stream)

@@ -158,6 +158,8 @@ class Call:
             require_length("cache_seqlens", keys, self.limits)
         if self.overlap_check.pairs:
             self.overlap_check.check(addresses)
+        results: Sequence[Any]
+        its_addresses: Sequence[int]
         if placed is None:
             results, its_addresses = self.allocate_results()
         else:

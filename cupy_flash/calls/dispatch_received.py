@@ -43,7 +43,7 @@ def on_gpu(
     if modifications.get("dropout_p") or not is_cupy(read("q", q)):
         return None
     if lse is None:
-        forward = options._replace(return_lse=True, received=None)
+        forward = options._replace(return_lse=True, received=None, discards_out=True)
         values = k[..., : min(_COLUMNS, k.shape[-1])]
         _, lse = attention(Arguments(q, k, values), forward, "auto", 0, modifications)
     arguments = ReceivedArguments(q, k, lse)

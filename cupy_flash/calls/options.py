@@ -50,6 +50,8 @@ class Options(NamedTuple):
     # Sums of weights over queries: "heads" or "groups" (see `Problem.received`), and the first of
     # the queries and the one after the last.
     received: tuple[str, int, int] | None = None
+    # Whether only lse is needed, so that out may stay unwritten.
+    discards_out: bool = False
 
     @property
     def statistics(self) -> tuple[str, ...]:

@@ -12,7 +12,14 @@ from support.emulated_kernels import run_on_host
 from support.gradients.gradient_calls import random_gradient_call
 
 from cupy_flash import attention_received, flash_attention
-from cupy_flash.calls.arguments import ReceivedArguments, normalized, with_modifications
+from cupy_flash.calls.arguments import (
+    Arguments,
+    ReceivedArguments,
+    normalized,
+    with_modifications,
+)
+
+from cupy_flash.calls.check.problems import check_call
 from cupy_flash.calls.check.received import check_received_call
 from cupy_flash.calls.conversions import converted
 from cupy_flash.calls.options import Options, plain_options, with_offsets
@@ -20,7 +27,7 @@ from cupy_flash.families import FAMILIES
 from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.device import device_for_arch
 
-DEVICE = device_for_arch("sm_80")
+DEVICE = device_for_arch("sm_90")
 _OPTIONS = ("causal", "softmax_scale", "q_offset", "layout")
 
 
@@ -35,10 +42,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_sums_are_those_of_the_weights(
     family: str, kind: str, number: int, folder: Path, rng: Any
 ) -> None:
-    dtypes = ("float16", "bfloat16") if family == "mma" else ("float32", "float64", "float16")
+    dtypes = ("float32", "float64", "float16") if family == "simt" else ("float16", "bfloat16")
     call = random_gradient_call(
         *(rng, str(rng.choice(dtypes)), kind),
-        head_dims=(5, 24, 64),
+        # TMA needs aligned rows.
+        head_dims=(8, 24, 64, 80) if family == "hopper" else (5, 24, 64),
         longest=(90, 150),
         dropout=False,
     )
@@ -78,3 +86,33 @@ def test_sums_are_those_of_the_weights(
     size = max(30.0, float(np.abs(lse[np.isfinite(lse)]).max(initial=0)))
     bound = 64 * float(np.finfo(lse.dtype).eps) * size * max(1.0, float(expected.max(initial=0)))
     np.testing.assert_allclose(found, expected, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("number", few_then_slow(range(8), 1))
+def test_log_sum_exp_without_output(causal: bool, number: int, folder: Path, rng: Any) -> None:
+    batch, heads_kv, group = (int(rng.integers(1, 3)) for _ in range(3))
+    seqlen_q, seqlen_k = (int(rng.integers(1, 400)) for _ in range(2))
+    head_dim = int(rng.choice((8, 40, 64, 128)))
+    # Some scores exceed those of the first tile by more than float32 sums hold without another
+    # base, and others are far below.
+    growth = np.linspace(1, float(rng.choice((1, 30))), seqlen_k)[:, None, None]
+    q = rng.standard_normal((batch, seqlen_q, heads_kv * group, head_dim)).astype(np.float16)
+    k = (rng.standard_normal((batch, seqlen_k, heads_kv, head_dim)) * growth).astype(np.float16)
+    given = {"causal": causal, "softmax_scale": float(rng.choice((0.3, 1.0, -0.5, 1e-35)))}
+    if causal:
+        given["q_offset"] = int(rng.integers(-seqlen_q, seqlen_k + 1))
+    options = plain_options(Options(**given, return_lse=True, discards_out=True))
+    problem, _ = check_call(Arguments(q, k, k), options)
+    plan = make_plan(problem, DEVICE)
+    assert plan.family == "hopper_lse"
+    lse = np.full((batch, heads_kv * group, seqlen_q), np.nan, np.float32)
+    run_on_host(plan, options, {}, {"q": q, "k": k, "lse": lse}, folder)
+    wide = [x.astype(np.float64) for x in (q, k, k)]
+    _, expected = flash_attention(*wide, **given, return_lse=True, backend="cpu")
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(np.isfinite(lse), finite)
+    # The products of queries and keys have an error relative to the sum of the magnitudes.
+    size = np.abs(wide[0]).max() * np.abs(wide[1]).max() * head_dim * abs(given["softmax_scale"])
+    bound = 4 * float(np.finfo(np.float32).eps) * (size + 10)
+    np.testing.assert_allclose(lse[finite], expected[finite], rtol=0, atol=bound)

@@ -31,8 +31,14 @@ from cupy_flash.families.hopper.sm90 import (
     why_not_device,
 )
 from cupy_flash.families.hopper.tensor_maps import box_columns, map_spec, why_not_rows
-from cupy_flash.families.schedule import MAIN_ENTRY, MAX_STRIDE, Launch, Schedule, Split
-from cupy_flash.families.schedule import TensorMapSpec
+from cupy_flash.families.schedule import (
+    MAIN_ENTRY,
+    MAX_STRIDE,
+    Launch,
+    Schedule,
+    Split,
+    TensorMapSpec,
+)
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile

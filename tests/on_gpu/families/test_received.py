@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 from support.gpu import cupy
+from support.calls.lse_calls import LseCall
 from support.gpu.gpu_support import DTYPES
 from support.gradients.gradient_calls import random_gradient_call
 
 from cupy_flash import UnsupportedError, attention_received, flash_attention
-from cupy_flash.calls import dispatch_received
+from cupy_flash.calls import dispatch, dispatch_received
+from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.options import Options
 from cupy_flash.families import FAMILIES
 
@@ -57,3 +59,14 @@ def test_sums_are_those_of_the_weights(
     size = max(30.0, float(np.abs(lse[np.isfinite(lse)]).max(initial=0)))
     bound = 64 * float(np.finfo(lse.dtype).eps) * size * max(1.0, float(expected.max(initial=0)))
     np.testing.assert_allclose(cupy.asnumpy(found), expected, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("number", range(40))
+def test_log_sum_exp_without_output(dtype: str, number: int, rng: Any) -> None:
+    call = LseCall.random(rng)
+    q, k = (cupy.asarray(x, dtype) for x in (call.q, call.k))
+    options = Options(**call.options, return_lse=True, discards_out=True, family="hopper_lse")
+    cupy.full(q[..., 0].size, np.nan, np.float32)
+    _, lse = dispatch.attention(Arguments(q, k, k[..., :8]), options, "auto")
+    call.check(*(cupy.asnumpy(x.astype(np.float64)) for x in (q, k, lse)))

@@ -11,6 +11,7 @@ from cupy_flash.families.hopper import (
     HopperFamily,
     HopperLseFamily,
     HopperReceivedFamily,
+    HopperTangentFamily,
 )
 from cupy_flash.families.mma.backward import MmaBackwardFamily
 from cupy_flash.families.mma.forward import MmaFamily
@@ -34,7 +35,10 @@ FAMILIES: dict[str, dict[str, Family[Any]]] = {
         family.name: family
         for family in (HopperBackwardFamily(), MmaBackwardFamily(), SimtBackwardFamily())
     },
-    "tangent": {family.name: family for family in (MmaTangentFamily(), SimtTangentFamily())},
+    "tangent": {
+        family.name: family
+        for family in (HopperTangentFamily(), MmaTangentFamily(), SimtTangentFamily())
+    },
     "received": {
         family.name: family
         for family in (HopperReceivedFamily(), MmaReceivedFamily(), SimtReceivedFamily())

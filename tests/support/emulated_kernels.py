@@ -45,6 +45,7 @@ _TYPES = {
     "tangents": "TangentParams",
     "received": "ReceivedParams",
     "score_maps": "ScoreMaps",
+    "tangent_maps": "TangentMaps",
 }
 # Number of 64-bit words of a tensor map. Those for the host are described in ptx/sm90a.cuh.
 _MAP_WORDS = 16

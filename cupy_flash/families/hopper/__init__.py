@@ -5,6 +5,7 @@ from __future__ import annotations
 from cupy_flash.families.hopper.backward import HopperBackwardFamily, HopperBackwardTile
 from cupy_flash.families.hopper.forward import HopperFamily
 from cupy_flash.families.hopper.received import HopperLseFamily, HopperReceivedFamily
+from cupy_flash.families.hopper.tangents import HopperTangentFamily
 from cupy_flash.families.hopper.tiles import HopperTile
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "HopperFamily",
     "HopperLseFamily",
     "HopperReceivedFamily",
+    "HopperTangentFamily",
     "HopperTile",
 ]

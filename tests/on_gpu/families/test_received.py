@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gpu import cupy
 from support.calls.lse_calls import LseCall
+from support.gpu import cupy
 from support.gpu.gpu_support import DTYPES
 from support.gradients.gradient_calls import random_gradient_call
 

@@ -33,7 +33,7 @@ struct TangentFragments {
   const KvTileRange tiles;
   const int first_row;  // the lane's first row
   const float scale;
-  TangentRow<float, 4, scales_weights<Element>> rows[lane_rows];
+  TangentRow<float, 4, scales_weights<Element>, Config::sinks> rows[lane_rows];
 
   // `warp_row` is the warp's first row in the query tile.
   __device__ TangentFragments(const TangentParams& p, const TileCoord& coord,
@@ -57,7 +57,7 @@ struct TangentFragments {
 #pragma unroll
     for (int r = 0; r < lane_rows; ++r) {
       rows[r].add_lanes();
-      is_inaccurate |= rows[r].template is_inaccurate<Config>(p, coord.head);
+      is_inaccurate |= rows[r].is_inaccurate();
     }
     return is_inaccurate;
   }
@@ -65,7 +65,7 @@ struct TangentFragments {
   // Clears the sums of the rows for another iteration over the keys.
   __device__ void restart() {
 #pragma unroll
-    for (int r = 0; r < lane_rows; ++r) rows[r].template restart<Config>(p, coord.head);
+    for (int r = 0; r < lane_rows; ++r) rows[r].restart();
   }
 
   // Replaces S and S. of a tile by P and H.
@@ -95,12 +95,12 @@ struct TangentFragments {
     for (int r = 0; r < lane_rows; ++r) {
       const int row = row_of(r);
       if (row >= sequence.seqlen_q) continue;
-      const float distance = rows[r].template distance<Config>(p, coord.head);
+      const float distance = rows[r].distance();
       const bool has_key = rows[r].has_key;
       const float factor = weight / rows[r].one();
       if (p.lse_tangent != nullptr && threadIdx.x % 4 == 0) {
         static_cast<float*>(p.lse_tangent)[lse_index<Config>(p, sequence, coord.head, row)] =
-            has_key ? rows[r].center + distance : 0;
+            has_key ? rows[r].lse_tangent() : 0;
       }
       const Element* primal_row = primal.begin + row * primal.stride;
       Element* target_row = target + row * p.out_tangent.row_stride;

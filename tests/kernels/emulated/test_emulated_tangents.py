@@ -167,8 +167,8 @@ def test_masked_pairs_affect_no_tangent(family: str, dtype: str, folder: Path, r
         ("simt", "float32"),
     ],
 )
-@pytest.mark.parametrize("key", [0, 60, 149])
-@pytest.mark.parametrize("boost", [3.0, 12.0])
+@pytest.mark.parametrize("key", few_then_slow((0, 60, 149), 1))
+@pytest.mark.parametrize("boost", few_then_slow((12.0, 3.0), 1))
 def test_a_key_with_most_of_the_weight_costs_no_accuracy(
     family: str, dtype: str, key: int, boost: float, folder: Path, rng: Any
 ) -> None:
@@ -211,3 +211,15 @@ def test_huge_scores_of_a_row_with_one_key_cost_no_accuracy(
     options = {"window_size": (0, 0), "softmax_scale": 1.0}
     _, found, _, _ = tangents_on_host(family, arrays[:3], arrays[3:], options, folder)
     np.testing.assert_array_equal(found, arrays[5].repeat(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("hopper", "bfloat16"), ("mma", "float16"), ("simt", "float32")]
+)
+def test_a_sink_with_most_of_the_weight_costs_no_accuracy(
+    family: str, dtype: str, folder: Path, rng: Any
+) -> None:
+    arrays = arrays_of(rng, DTYPES[dtype], (20, 40))
+    options = {"sinks": np.array([15, 16, 18, 20], np.float32)}
+    results = tangents_on_host(family, arrays[:3], arrays[3:], options, folder)
+    check_tangents(results, arrays[:3], arrays[3:], options, dtype)

@@ -28,12 +28,15 @@ def by_identity(
     return out if swaps else out.swapaxes(-3, -2)
 
 
-def scores_of_rows(call: ModifiedCall) -> np.ndarray:
-    """Return the log-sum-exp of the keys of each row, whose magnitude is that of the scores."""
+def exponents_of_rows(call: ModifiedCall) -> np.ndarray:
+    """Return the log-sum-exp of each row with sinks and without them.
+
+    The exponents of weights are differences of scores, which are about as large as the latter, and
+    of the former.
+    """
     positional, named = call.given(np)
-    # With sinks, the scores of keys may be larger than the log-sum-exp.
-    _, lse = attention_reference(*positional, **named | {"sinks": None}, return_lse=True)
-    return lse
+    both = (named, named | {"sinks": None})
+    return np.stack([attention_reference(*positional, **x, return_lse=True)[1] for x in both])
 
 
 def check_weights(
@@ -50,7 +53,9 @@ def check_weights(
     """
     (q, k, _), options = call.given(np)
     exact = by_identity(q, k, **options)[:, chosen["heads"]][:, :, chosen["queries"]]
-    bound = error_bound(exact.astype(weights.dtype), exact, weights.dtype, lse=scores_of_rows(call))
+    bound = error_bound(
+        exact.astype(weights.dtype), exact, weights.dtype, lse=exponents_of_rows(call)
+    )
     if keys is not None:
         assert (np.diff(np.sort(keys, axis=-1)) > 0).all(), f"equal keys: {call}"
         assert (np.diff(weights) <= 0).all(), f"weights that are not in descending order: {call}"
@@ -72,7 +77,7 @@ def check_received(call: ModifiedCall, queries: slice, grouped: bool, received: 
         heads = k.shape[1 if options.get("layout") == "bhsd" else 2]
         shape = (len(exact), heads, exact.shape[1] // heads, exact.shape[2])
         exact, naive = (x.reshape(shape).sum(axis=2) for x in (exact, naive))
-    bound = error_bound(naive, exact, compute, lse=scores_of_rows(call))
+    bound = error_bound(naive, exact, compute, lse=exponents_of_rows(call))
     # A score has an error of a few ulps of its products, and that of the tanh of a softcap. Both
     # the score and the log-sum-exp change the weight.
     products = largest_product([q, k], options)

@@ -129,9 +129,11 @@ def problem_of(case: Case, direction: str, wrt: tuple[str, ...] = ()) -> Problem
         )
     if direction == "forward":
         return problem
-    # These kernels need the derivatives of modifications.
+    # The others need the derivatives of modifications.
     backward = dataclasses.replace(case, direction="backward").problem()
     problem = dataclasses.replace(problem, score=backward.score)
+    if direction == "lse":
+        return dataclasses.replace(problem, discards_out=True)
     if direction == "received":
         tensors = Tensors(**{name: problem.tensors[name] for name in ("q", "k")})
         return dataclasses.replace(problem, tensors=tensors, received="heads")
@@ -363,6 +365,8 @@ def _sink_gradients() -> Iterator[Kernel]:
 def _tangents() -> Iterator[Kernel]:
     mods = CaseMods(softcap=20.0, sinks=True)
     for arch, family, case in (
+        (90, "hopper", _dense("bfloat16", (128, 128), True)),
+        (90, "hopper", _dense("float16", (64, 64))),
         (90, "mma", _dense("bfloat16", (128, 128), True)),
         (80, "mma", _dense("float16", (64, 64))),
         (90, "mma", _packed("bfloat16", (64, 64), True)),
@@ -376,6 +380,8 @@ def _tangents() -> Iterator[Kernel]:
 def _received() -> Iterator[Kernel]:
     mods = CaseMods(softcap=20.0, sinks=True)
     for arch, family, case in (
+        (90, "hopper", _dense("bfloat16", (128, 128), True)),
+        (90, "hopper", _dense("float16", (64, 64))),
         (90, "mma", _dense("bfloat16", (128, 128), True)),
         (80, "mma", _dense("float16", (64, 64))),
         (120, "mma", _dense("bfloat16", (80, 80), mods=mods)),
@@ -383,3 +389,5 @@ def _received() -> Iterator[Kernel]:
         (86, "simt", _dense("float64", (64, 64))),
     ):
         yield _default_kernel(arch, case, family, "received")
+    for dtype, dim, causal in (("bfloat16", 128, True), ("float16", 64, False)):
+        yield _default_kernel(90, _dense(dtype, (dim, dim), causal), "hopper_lse", "lse")

@@ -45,12 +45,9 @@ struct MmaReceived {
   using Softmax = SoftmaxBackward<Config, lane_queries, lane_keys, ReceivedParams>;
 
   const ReceivedParams& p;
-  const int batch;
-  const int head_kv;
-  const int first_head;
-  const int last_head;
-  const int begin;  // first key
+  const KeyTile keys;
   const Sequence sequence;
+  const CountedQueries counted;
   const Mask<Config> mask;
   const QueryTileRange tiles;
   const int first_tile;  // tiles with queries that count
@@ -63,36 +60,33 @@ struct MmaReceived {
   Scores scores;
   float sums[lane_keys] = {};
 
-  __device__ MmaReceived(const ReceivedParams& p, int batch, int head, int begin,
-                         const Sequence& sequence, unsigned char* memory)
+  __device__ MmaReceived(const ReceivedParams& p, const KeyTile& keys, unsigned char* memory)
       : p(p),
-        batch(batch),
-        head_kv(Config::grouped ? head : head / (p.heads_q / p.heads_kv)),
-        first_head(Config::grouped ? head * (p.heads_q / p.heads_kv) : head),
-        last_head(Config::grouped ? first_head + p.heads_q / p.heads_kv : head + 1),
-        begin(begin),
-        sequence(sequence),
-        mask(mask_of<Config>(p, sequence, batch)),
-        tiles(begin < sequence.seqlen_k
-                  ? query_tile_range<Br>(mask, begin, min(begin + Bc, sequence.seqlen_k),
+        keys(keys),
+        sequence(sequence_of<Config>(p, keys.batch)),
+        counted(CountedQueries::of<Config>(p, sequence, keys.batch)),
+        mask(mask_of<Config>(p, sequence, keys.batch)),
+        tiles(keys.begin < sequence.seqlen_k
+                  ? query_tile_range<Br>(mask, keys.begin,
+                                         min(keys.begin + Bc, sequence.seqlen_k),
                                          sequence.seqlen_q)
                   : QueryTileRange{}),
-        first_tile(max(tiles.begin, p.first_query / Br)),
-        last_tile(min(tiles.end, ceil_div(p.last_query, Br))),
+        first_tile(max(tiles.begin, counted.begin / Br)),
+        last_tile(min(tiles.end, ceil_div(counted.end, Br))),
         memory(memory),
         shared(ptx::shared_address(memory)) {}
 
   __device__ void run() {
     if (first_tile < last_tile) process_tiles();
-    write(first_head);
+    write();
   }
 
  private:
   __device__ void process_tiles() {
-    start<Bc>(shared, key_rows<Element>(p.k, sequence, head_kv), begin);
-    load(0, first_head, first_tile);
+    load_keys();
+    load(0, keys.first_head, first_tile);
     int stage = 0;
-    for (int head = first_head; head < last_head; ++head) {
+    for (int head = keys.first_head; head < keys.last_head; ++head) {
       for (int tile = first_tile; tile < last_tile; ++tile, stage = 1 - stage) {
         ptx::cp_async_wait_group<0>();
         // All warps must have read the other stage, which the next load overwrites.
@@ -110,13 +104,24 @@ struct MmaReceived {
     ptx::cp_async_wait_group<0>();
   }
 
+  template <int Rows>
+  using Copy = RowCopy<Layout, Element, Rows, Config::head_dim, threads, Config::alignment>;
+
   // Starts the copy of the rows from `first` on. Rows that do not exist become zeros.
   template <int Rows>
   __device__ void start(unsigned target, const HeadRows<Element>& source, int first) {
-    using Copy = RowCopy<Layout, Element, Rows, Config::head_dim, threads, Config::alignment>;
-    Copy::template start<true>(target,
-                               Copy::source(source.begin + first * source.stride, source.stride),
-                               source.stride, source.count - first);
+    const Element* const begin = source.begin + first * source.stride;
+    Copy<Rows>::template start<true>(target, Copy<Rows>::source(begin, source.stride),
+                                     source.stride, source.count - first);
+  }
+
+  __device__ void load_keys() {
+    if constexpr (Config::page_size > 0) {
+      const auto rows = paged_keys<Config>(p, sequence, keys);
+      Copy<Bc>::gather(shared, [&](int row) { return rows.at(keys.begin + row); });
+    } else {
+      start<Bc>(shared, key_rows<Element>(p.k, sequence, keys.head_kv), keys.begin);
+    }
   }
 
   __device__ unsigned queries_address(int stage) const {
@@ -128,10 +133,10 @@ struct MmaReceived {
 
   // Starts the loads of a query tile, if there is a next head.
   __device__ void load(int stage, int head, int tile) {
-    if (head < last_head) {
+    if (head < keys.last_head) {
       start<Br>(queries_address(stage), query_rows<Element>(p.q, sequence, head), tile * Br);
       for (int row = threadIdx.x; row < Br; row += threads) {
-        row_lse(stage)[row] = counted_lse_log2<Config>(p, sequence, head, tile * Br + row);
+        row_lse(stage)[row] = counted_lse_log2<Config>(p, sequence, counted, head, tile * Br + row);
       }
     }
     ptx::cp_async_commit_group();
@@ -140,14 +145,14 @@ struct MmaReceived {
   // Returns whether a tile may have masked pairs or queries that do not count.
   __device__ bool is_masked(int tile) const {
     return tile < tiles.full_begin || tile >= tiles.full_end ||
-           begin + Bc > sequence.seqlen_k || tile * Br < p.first_query ||
-           (tile + 1) * Br > min(p.last_query, sequence.seqlen_q);
+           keys.begin + Bc > sequence.seqlen_k || tile * Br < counted.begin ||
+           (tile + 1) * Br > counted.end;
   }
 
   // Computes S^T of the warp's keys and the queries of a tile.
   __device__ void multiply(int stage) {
     clear(scores);
-    const unsigned keys =
+    const unsigned left =
         shared + warp * warp_keys * Layout::row_bytes + Layout::offset(lane % 16, lane / 16);
     const unsigned queries =
         queries_address(stage) + Layout::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
@@ -162,7 +167,7 @@ struct MmaReceived {
       unsigned k[row_tiles][4];
 #pragma unroll
       for (int i = 0; i < row_tiles; ++i) {
-        ptx::ldmatrix_x4(k[i], Layout::advance(keys, 16 * i, 2 * step));
+        ptx::ldmatrix_x4(k[i], Layout::advance(left, 16 * i, 2 * step));
       }
 #pragma unroll
       for (int j = 0; j < query_steps; ++j) {
@@ -186,18 +191,18 @@ struct MmaReceived {
     const float* lse = row_lse(stage) + first_query;
     float partial[lane_keys] = {};
     const Softmax softmax = {p,     mask,
-                             sequence, batch,
+                             sequence, keys.batch,
                              head,  float(signed_scale<Config, double>(p) *
                                           SoftmaxMath<double>::log2_e)};
     softmax.template for_each_pair<Masked, false>(
-        row_of, begin + warp * warp_keys + lane / 4,
+        row_of, keys.begin + warp * warp_keys + lane / 4,
         [&](int r) {
           return RowStats<float>{lse[r / 2 * 8 + r % 2], 0};
         },
         [&](int r, int n) -> float& { return scores[n / 2][r / 2][2 * (n % 2) + r % 2]; },
         [](int n) { return n / 2 * 16 + n % 2 * 8; },
         [&](int r, int n, bool is_visible, bool, float exponent, float) {
-          if (Masked) is_visible = is_visible && counts(row_of(r));
+          if (Masked) is_visible = is_visible && counted.contain(row_of(r));
           partial[n] += is_visible ? SoftmaxMath<float>::exp2(exponent) : 0;
         },
         0, lane_queries);
@@ -205,18 +210,13 @@ struct MmaReceived {
     for (int n = 0; n < lane_keys; ++n) sums[n] += partial[n];
   }
 
-  __device__ bool counts(int row) const { return row >= p.first_query && row < p.last_query; }
-
-  __device__ void write(int head) {
-    const int heads = Config::grouped ? p.heads_kv : p.heads_q;
-    const int target_head = Config::grouped ? head_kv : head;
-    float* target = static_cast<float*>(p.received) +
-                    (int64(batch) * heads + target_head) * p.seqlen_k;
+  __device__ void write() {
+    const auto target = received_sums<Config, float>(p, sequence, keys);
 #pragma unroll
     for (int n = 0; n < lane_keys; ++n) {
       const float sum = sum_of_lanes(sums[n]);
-      const int key = begin + warp * warp_keys + lane / 4 + n / 2 * 16 + n % 2 * 8;
-      if (lane % 4 == 0 && key < p.seqlen_k) target[key] = sum;
+      const int key = keys.begin + warp * warp_keys + lane / 4 + n / 2 * 16 + n % 2 * 8;
+      if (lane % 4 == 0 && key < target.count) target.begin[key] = sum;
     }
   }
 };
@@ -224,13 +224,7 @@ struct MmaReceived {
 template <class Config>
 __device__ void mma_received(const ReceivedParams& p) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  const int heads = Config::grouped ? p.heads_kv : p.heads_q;
-  const int tiles = ceil_div(p.seqlen_k, Config::Bc);
-  const int tile = blockIdx.x / (p.batch * heads), batch_head = blockIdx.x % (p.batch * heads);
-  const int batch = batch_head / heads;
-  MmaReceived<Config>(p, batch, batch_head % heads, tile * Config::Bc,
-                      sequence_of<Config>(p, batch), shared_memory)
-      .run();
+  MmaReceived<Config>(p, KeyTile::of<Config>(p, blockIdx.x), shared_memory).run();
 }
 
 #endif  // __CUDA_ARCH__ >= 800

@@ -235,7 +235,7 @@ def attention_received_varlen(
     result = on_gpu(arguments, options, modifications, stream=stream)
     if result is not None:
         return result
-    require_valid(arguments, options, modifications)
+    require_valid(arguments, options, modifications, stream=stream)
     return packed_received_weights(
         *(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
         seqused_k=seqused_k,
@@ -351,7 +351,7 @@ def attention_received_with_kvcache(
     result = on_gpu(arguments, options, modifications, keys, stream)
     if result is not None:
         return result
-    require_valid(arguments, options, modifications, keys)
+    require_valid(arguments, options, modifications, keys, stream)
     return cached_received_weights(
         *(q, k_cache),
         cache_seqlens=cache_seqlens,

@@ -74,6 +74,7 @@ def require_valid(
     options: Options,
     modifications: Mapping[str, Any],
     keys: int = 0,
+    stream: Any | None = None,
 ) -> None:
     """Raise an error for arguments of a packed or cached call that a kernel would refuse.
 
@@ -84,8 +85,9 @@ def require_valid(
     TypeError, ValueError, UnsupportedError
         If an argument is wrong; the message names it.
     """
-    arguments, options = as_planned(arguments, options, modifications)
-    arguments = converted(arguments, options)
-    problem, _ = check_received_call(arguments, options)
-    if isinstance(arguments.q, np.ndarray):
-        check_contents(arguments.forward, options, problem, keys)
+    with on_stream(stream, arguments.q):
+        arguments, options = as_planned(arguments, options, modifications)
+        arguments = converted(arguments, options)
+        problem, _ = check_received_call(arguments, options)
+        if isinstance(arguments.q, np.ndarray):
+            check_contents(arguments.forward, options, problem, keys)

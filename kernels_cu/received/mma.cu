@@ -34,11 +34,13 @@ struct MmaReceived {
   using Layout = SwizzledRows<Element, columns>;
   using Scores = float[row_tiles][Br / 8][4];
 
-  // Shared memory: K, then two stages of Q and of the log-sum-exp of its rows.
+  // Shared memory: K, two stages of Q, and two of the log-sum-exp of its rows. Each tile begins at
+  // a multiple of 128 bytes, as its layout requires.
   static constexpr int keys_bytes = Bc * Layout::row_bytes;
   static constexpr int queries_bytes = Br * Layout::row_bytes;
-  static constexpr int stage_bytes = queries_bytes + Br * int(sizeof(float));
-  static_assert(keys_bytes + 2 * stage_bytes == Config::shared_memory, "as the host planned");
+  static constexpr int lse_offset = keys_bytes + 2 * queries_bytes;
+  static_assert(lse_offset + 2 * Br * int(sizeof(float)) == Config::shared_memory,
+                "as the host planned");
 
   static constexpr int lane_queries = Br / 4;    // number of queries that a lane holds pairs of
   static constexpr int lane_keys = 2 * row_tiles;  // number of keys that a lane holds pairs of
@@ -125,10 +127,10 @@ struct MmaReceived {
   }
 
   __device__ unsigned queries_address(int stage) const {
-    return shared + keys_bytes + stage * stage_bytes;
+    return shared + keys_bytes + stage * queries_bytes;
   }
   __device__ float* row_lse(int stage) const {
-    return reinterpret_cast<float*>(memory + keys_bytes + stage * stage_bytes + queries_bytes);
+    return reinterpret_cast<float*>(memory + lse_offset) + stage * Br;
   }
 
   // Starts the loads of a query tile, if there is a next head.

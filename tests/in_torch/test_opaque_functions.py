@@ -65,6 +65,12 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "exact second derivative": lambda x: cupy_flash.attention_hvp_reference(*[x] * 8)[1],
     "weights": lambda x: cupy_flash.attention_weights(x, x, queries=-1),
     "received": lambda x: cupy_flash.attention_received(x, x),
+    "received of packed rows": lambda x: cupy_flash.attention_received_varlen(
+        x[0], x[0], [0, 2, 5], [0, 2, 5], 3, 3
+    ),
+    "received of a cache": lambda x: cupy_flash.attention_received_with_kvcache(
+        x, x, cache_seqlens=5
+    ),
 }
 
 

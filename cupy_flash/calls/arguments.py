@@ -281,9 +281,9 @@ class ReceivedArguments(NamedTuple):
         return {}
 
     def require_given(self, options: Options) -> None:
-        """Raise TypeError if an array is None that calls of this kind need."""
-        keys = [name for name in _REQUIRED[options.kind] if name not in _VALUE_ARGUMENTS]
-        require_arrays(self, (*keys, "lse"))
+        """Raise TypeError if an array other than lse is None that calls of this kind need."""
+        names = (name for name in _REQUIRED[options.kind] if name not in _VALUE_ARGUMENTS)
+        require_arrays(self, names)
 
     @property
     def like(self) -> Any:

@@ -85,6 +85,7 @@ def require_valid(
     TypeError, ValueError, UnsupportedError
         If an argument is wrong; the message names it.
     """
+    arguments.require_given(options)
     with on_stream(stream, arguments.q):
         arguments, options = as_planned(arguments, options, modifications)
         arguments = converted(arguments, options)

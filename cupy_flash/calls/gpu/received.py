@@ -22,6 +22,7 @@ _RESULT = "received"
 
 def readable(arguments: ReceivedArguments, options: Options) -> ReceivedArguments:
     """Return the arrays, with copies of those that kernels cannot read in place."""
+    arguments.require_given(options)
     arguments = converted(arguments, options)
     copied = readable_copies(arguments, options, IN_PLACE)
     return arguments._replace(**(copied | contiguous_copies(arguments, "lse")))

@@ -98,7 +98,6 @@ class ReceivedCall:
     def exact(self) -> np.ndarray:
         """True result in float64."""
         (q, k, v, *lengths), named = self.forward.given(np)
-        q, k = (x.astype(np.float64) for x in (q, k))
         of_rows = getattr(self, f"_{self.suffix.removeprefix('_') or 'dense'}_weights")
         sums = of_rows(q, k, v, lengths, named)
         if self.grouped:

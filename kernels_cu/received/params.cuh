@@ -23,6 +23,9 @@ struct CountedQueries {
   // A template, because only kernels with modifications have the array `seqused_q`.
   template <class Config, class AnyParams>
   __device__ static CountedQueries of(const AnyParams& p, const Sequence& sequence, int batch) {
+    // The host has resolved the indices of sequences of one length. Kept in the argument struct,
+    // they take no registers.
+    if constexpr (!Config::has_seqlens) return {p.first_query, p.last_query};
     int used = sequence.seqlen_q;
     if constexpr (Config::seqused_q) used = clamp(p.mods.seqused_q.at(batch), 0, used);
     const auto index = [=](int i) { return clamp(i < 0 ? used + i : i, 0, used); };

@@ -52,21 +52,23 @@ struct SimtReceived {
   }
 
  private:
-  // Returns the rows of the tile's keys and of those after them; in a paged cache, on their page.
-  __device__ HeadRows<Element> rows_of_keys() const {
-    const int count = sequence.seqlen_k - keys.begin;
+  // Computes S^T of the tile's keys and the queries from `query` on.
+  __device__ void multiply(int head, int query) {
+    const HeadRows<Element> queries = query_rows<Element>(p.q, sequence, head);
     if constexpr (Config::page_size > 0) {
       const auto first = paged_keys<Config>(p, sequence, keys).at(keys.begin);
-      return {first.begin, p.k.row_stride, first.exists ? count : 0};
+      const int count = first.exists ? sequence.seqlen_k - keys.begin : 0;
+      Products::template multiply<Config::head_dim>(
+          scores, shared, {first.begin, p.k.row_stride, count}, 0, queries, query);
     } else {
-      const auto rows = key_rows<Element>(p.k, sequence, keys.head_kv);
-      return {rows.begin + keys.begin * rows.stride, rows.stride, count};
+      Products::template multiply<Config::head_dim>(
+          scores, shared, key_rows<Element>(p.k, sequence, keys.head_kv), keys.begin, queries,
+          query);
     }
   }
 
   __device__ void process_tile(int head, int query) {
-    Products::template multiply<Config::head_dim>(
-        scores, shared, rows_of_keys(), 0, query_rows<Element>(p.q, sequence, head), query);
+    multiply(head, query);
     const auto row_of = [&](int r) { return query + x + r * side; };
     T lse[queries_per_thread];
 #pragma unroll

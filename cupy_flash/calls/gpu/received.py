@@ -37,7 +37,8 @@ def prepare(arguments: ReceivedArguments, options: Options, context: Context) ->
     )
     assert options.received is not None
     kind, first, last = options.received
-    names = (*fields, _RESULT, WORKSPACE, "keys")
+    limits = length_limits(arguments.forward, problem) if options.kind == "kvcache" else None
+    names = (*fields, _RESULT, WORKSPACE, *(("keys",) if limits else ()))
     of_forward = sources_of(arguments.forward, plan)
     sources = {field: name for field, name in of_forward.items() if name in names}
     sources[_RESULT] = _RESULT
@@ -59,7 +60,7 @@ def prepare(arguments: ReceivedArguments, options: Options, context: Context) ->
         launches=loaded_launches(*(plan, options, mod_arrays, fixed, sources, names)),
         # Without queries, no kernel runs. Kernels do not write keys that belong to no sequence.
         cleared=(0,) if problem.is_empty or is_packed else (),
-        limits=length_limits(arguments.forward, problem) if options.kind == "kvcache" else None,
+        limits=limits,
     )
 
 

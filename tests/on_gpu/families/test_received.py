@@ -102,6 +102,7 @@ def test_a_captured_call_reads_new_lengths(rng: Any) -> None:
     q, cache = (cupy.asarray(x) for x in cached(rng, np.float16, 240))
     lengths = cupy.asarray([5, 0, 99], np.int32)
     pool = cupy.cuda.MemoryPool()
+    cupy.cuda.Device().synchronize()
     with cupy.cuda.using_allocator(pool.malloc), cupy.cuda.Stream(non_blocking=True) as stream:
         attention_received_with_kvcache(q, cache, cache_seqlens=lengths)
         stream.synchronize()

@@ -46,6 +46,10 @@ from cupy_flash.reference.packed_gradients import attention_varlen_backward_refe
 from cupy_flash.reference.packed_tangents import attention_varlen_jvp_reference
 from cupy_flash.reference.tangents import attention_jvp_reference
 from cupy_flash.reference.weights.chosen import attention_weights
+from cupy_flash.reference.weights.chosen_of_sequences import (
+    attention_weights_varlen,
+    attention_weights_with_kvcache,
+)
 from cupy_flash.reference.weights.picture import plot_attention
 
 __version__ = "0.1.0"
@@ -73,6 +77,8 @@ __all__ = [
     "attention_varlen_jvp_reference",
     "attention_varlen_reference",
     "attention_weights",
+    "attention_weights_varlen",
+    "attention_weights_with_kvcache",
     "attention_with_kvcache_reference",
     "check_mod",
     "combine",

@@ -69,9 +69,9 @@ struct KeyTile {
   }
 };
 
-// Sums of the keys of one sequence and one head in `received`. The result has no other elements for
-// keys past `count`. Of packed keys, a sequence has only its own rows; otherwise it has all
-// `seqlen_k` rows, and the sums of those past its last key are 0.
+// Sums of the keys of one sequence and one head in `received`. If keys are packed, they are the
+// `count` keys of the sequence. Otherwise they are all `seqlen_k` keys that a sequence may have, and
+// the sums of those past its last key are 0.
 template <class T>
 struct ReceivedSums {
   T* begin;

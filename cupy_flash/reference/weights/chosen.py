@@ -13,6 +13,7 @@ from cupy_flash.arrays.streams import on_stream
 from cupy_flash.arrays.strided import array_module, convert_to
 from cupy_flash.mods.keywords import with_offsets
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
+from cupy_flash.mods.on_arrays.scores import FIRST_PAIR, Pairs
 from cupy_flash.mods.shapes import refuse_other_lengths
 from cupy_flash.opaque import opaque
 from cupy_flash.problem.values import count, integer
@@ -141,10 +142,10 @@ def attention_weights(
         q, k = queries_and_keys(q, k, layout)
         _, heads_q, seqlen_q, _ = q.shape
         selection = Selection(
-            _indices("heads", heads, heads_q), _indices("queries", queries, seqlen_q), heads_q
+            indices_of("heads", heads, heads_q), indices_of("queries", queries, seqlen_q), heads_q
         )
         q, k = scaled((q, k), (q_scale, k_scale), np.float64)
-        results = _weights(
+        results = weights_of_rows(
             *(q, k, selection, dtype),
             top_k=None if top_k is None else count("top_k", top_k),
             causal=causal,
@@ -156,7 +157,7 @@ def attention_weights(
         return results[0] if top_k is None else results
 
 
-def _weights(
+def weights_of_rows(
     q: Any,
     k: Any,
     selection: Selection,
@@ -167,8 +168,12 @@ def _weights(
     softmax_scale: float | None,
     q_offset: int | None,
     bound_mods: BoundModifications,
+    sequence: Pairs = FIRST_PAIR,
 ) -> tuple[Any, ...]:
-    """Compute the weights and, with `top_k`, their keys, of (batch, heads, seqlen, dim) arrays."""
+    """Compute the weights and, with `top_k`, their keys, of (batch, heads, seqlen, dim) arrays.
+
+    `sequence` has the index of the first sequence, and its first rows in packed arrays.
+    """
     xp, seqlen_k = array_module(q), k.shape[2]
     scale, visible = resolve(q, k, softmax_scale, causal, q_offset)
     sinks = sinks_of(xp, bound_mods, selection.heads_q, np.float64)
@@ -177,7 +182,7 @@ def _weights(
     weights = xp.zeros((*q.shape[:3], columns), dtype)
     # In rows without visible keys, all weights are equal.
     keys = None if top_k is None else xp.zeros(weights.shape, np.int64) + xp.arange(columns)
-    for rows in chunks_of_rows(xp, q, k, visible, bound_mods, selection=selection):
+    for rows in chunks_of_rows(xp, q, k, visible, bound_mods, sequence, selection):
         if rows.end == 0 or columns == 0:
             continue
         with np.errstate(all="ignore"):
@@ -211,7 +216,7 @@ def row_weights(
     return scores
 
 
-def _indices(name: str, chosen: Any, length: int) -> NDArray[np.int64]:
+def indices_of(name: str, chosen: Any, length: int) -> NDArray[np.int64]:
     """Return the nonnegative indices along an axis that an argument chooses.
 
     Raises

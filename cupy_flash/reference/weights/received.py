@@ -15,16 +15,8 @@ from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.mods.on_arrays.scores import FIRST_PAIR, Pairs
 from cupy_flash.mods.shapes import refuse_other_lengths
 from cupy_flash.reference.eight_bits import widened
-from cupy_flash.reference.modifications import fitting_modifications, integers, read_scale
-from cupy_flash.reference.packed import (
-    cache_modifications,
-    capacity_of,
-    lengths_in_cache,
-    packed_modifications,
-    packed_sequences,
-    places_of_sequences,
-    standing_for,
-)
+from cupy_flash.reference.modifications import fitting_modifications, integers
+from cupy_flash.reference.packed import cache_modifications, capacity_of, packed_modifications
 from cupy_flash.reference.rows import (
     Selection,
     chunks_of_rows,
@@ -35,6 +27,7 @@ from cupy_flash.reference.rows import (
     sizes_of,
 )
 from cupy_flash.reference.weights.chosen import row_weights
+from cupy_flash.reference.weights.sequences import of_cached_sequences, of_packed_sequences
 
 
 def received_weights(
@@ -97,24 +90,20 @@ def packed_received_weights(
     with on_stream(stream, q):
         convert = result_converter("q", q)
         q, k = read("q", q), read("k", k)
-        dtype, k_scale = precision_of(q.dtype), read_scale("k_scale", k_scale, q)
-        q, xp = widened(q), array_module(q)
+        dtype, xp = precision_of(q.dtype), array_module(q)
+        lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         bound_mods = packed_modifications(
-            modifications, q, cu_seqlens_q, max_seqlen_q, max_seqlen_k, causal=causal
+            modifications, widened(q), cu_seqlens_q, max_seqlen_q, max_seqlen_k, causal=causal
         )
         sums = xp.zeros((1, q.shape[1], len(k)), np.float64)
-        for rows, keys, sequence in packed_sequences(
-            *(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), seqused_k=seqused_k
-        ):
-            sums[:, :, keys] = _sums(
-                _as_batch(q[rows]),
-                _as_batch(standing_for(k[None], k_scale, np.arange(len(k))[keys])),
-                queries,
+        for each in of_packed_sequences(q, k, *lengths, seqused_k=seqused_k, k_scale=k_scale):
+            sums[:, :, each.keys] = _sums(
+                *(each.q, each.k, queries),
                 causal=causal,
                 softmax_scale=softmax_scale,
                 q_offset=None,
                 bound_mods=bound_mods,
-                sequence=sequence,
+                sequence=each.sequence,
             )
         return convert(_rounded(sums, dtype, k.shape[1] if grouped else None)[0])
 
@@ -142,22 +131,23 @@ def cached_received_weights(
     with on_stream(stream, q):
         convert, block_table = result_converter("q", q), integers(block_table)
         q, k_cache = read("q", q), read("k_cache", k_cache)
-        dtype, k_scale = precision_of(q.dtype), read_scale("k_scale", k_scale, q)
-        q, xp, capacity = widened(q), array_module(q), capacity_of(k_cache, block_table)
-        batch, _, heads_q, _ = q.shape
-        places = places_of_sequences(k_cache, batch, cache_batch_idx, block_table)
-        bound_mods = cache_modifications(modifications, q, capacity, causal=causal)
-        sums = xp.zeros((batch, heads_q, capacity), np.float64)
-        for b, length in enumerate(lengths_in_cache(cache_seqlens, places)):
-            sums[b : b + 1, :, :length] = _sums(
-                _as_batch(q[b]),
-                _as_batch(standing_for(k_cache, k_scale, places[b][:length])),
-                queries,
+        dtype, xp = precision_of(q.dtype), array_module(q)
+        capacity = capacity_of(k_cache, block_table)
+        bound_mods = cache_modifications(modifications, widened(q), capacity, causal=causal)
+        sums = xp.zeros((len(q), q.shape[2], capacity), np.float64)
+        for each in of_cached_sequences(
+            *(q, k_cache, cache_seqlens),
+            cache_batch_idx=cache_batch_idx,
+            block_table=block_table,
+            k_scale=k_scale,
+        ):
+            sums[each.rows, :, each.keys] = _sums(
+                *(each.q, each.k, queries),
                 causal=causal,
                 softmax_scale=softmax_scale,
                 q_offset=None,
                 bound_mods=bound_mods,
-                sequence=FIRST_PAIR._replace(b=b),
+                sequence=each.sequence,
             )
         return convert(_rounded(sums, dtype, k_cache.shape[2] if grouped else None))
 
@@ -204,11 +194,6 @@ def _sums(
             weights = row_weights(rows, chosen, k, scale, bound_mods, sinks, xp)
             sums[rows.b, rows.head, : rows.end] += weights.sum(axis=0)
     return sums
-
-
-def _as_batch(rows: Any) -> Any:
-    """Return the rows (seqlen, heads, dim) of one sequence as a view (1, heads, seqlen, dim)."""
-    return rows[None].swapaxes(1, 2)
 
 
 def _rounded(sums: Any, dtype: np.dtype[Any], heads_kv: int | None) -> Any:

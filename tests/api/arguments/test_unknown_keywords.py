@@ -29,6 +29,8 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "attention_received": ((Q, Q), {}), "attention_varlen_jvp_reference": (PACKED, {}),
     "attention_received_varlen": ((ROWS, ROWS, *LENGTHS), {}),
     "attention_received_with_kvcache": ((Q, Q), {"cache_seqlens": 4}),
+    "attention_weights_varlen": ((ROWS, ROWS, *LENGTHS), {}),
+    "attention_weights_with_kvcache": ((Q, Q), {"cache_seqlens": 4}),
     "attention_varlen_reference": (PACKED, {}), "attention_weights": ((Q, Q), {}),
     "attention_with_kvcache_reference": (DENSE, {"cache_seqlens": 4}),
     "flash_attention": (DENSE, {}), "flash_attention_backward": (GRADIENTS, {}),

@@ -302,7 +302,7 @@ class _World:
             "alibi_slopes": lambda _: {name: self.rng.random(HEADS).astype(np.float32)},
             "sinks": lambda _: {name: self._values(HEADS, dtype=np.float32)},
             "heads": lambda _: {name: np.array([-1, 0])},
-            "queries": lambda _: {name: np.array([3, -1, 0, 3]), "top_k": 3},
+            "queries": lambda _: {name: np.array([1, -1, 0, 1]), "top_k": 3},
             "bias": lambda v: {name: self._values(*self._pairs(v))},
             "mask": lambda v: {name: self.rng.random(self._pairs(v)) < 0.7},
             "attn_mask": lambda v: {name: self._values(*self._pairs(v))},

@@ -45,7 +45,7 @@ class ReceivedCall:
 
     @property
     def suffix(self) -> str:
-        """What follows the names of the functions for dense batches."""
+        """Suffix of the names of the functions for this kind of batch."""
         return _FUNCTIONS.get(self.forward.kind, "")
 
     @property

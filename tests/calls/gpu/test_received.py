@@ -14,6 +14,10 @@ from cupy_flash import (
     attention_received_varlen,
     attention_received_with_kvcache,
 )
+from cupy_flash.calls.arguments import ReceivedArguments
+from cupy_flash.calls.check import device_lengths
+from cupy_flash.calls.gpu.received import RECEIVED
+from cupy_flash.calls.options import Options
 from cupy_flash.families.params import _params_dtype
 
 STRUCT = _params_dtype(None, None, False, (), "received")
@@ -120,3 +124,20 @@ def test_a_call_without_lse_computes_it_first(gpu: FakeGpu, kind: str) -> None:
     assert len(gpu.launches) >= 2
     assert struct["lse"] == of_forward["lse"] != 0
     assert struct["k"]["data"] == of_forward["k"]["data"]
+
+
+def test_lengths_on_a_gpu_are_checked_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_lengths, "_is_capturing", lambda: False)
+    assert RECEIVED.check is not None
+    q, cache = np.ones((2, 1, HEADS, DIM)), np.ones((2, 9, HEADS_KV, DIM))
+    cached = ReceivedArguments(q, k_cache=cache, cache_seqlens=np.array([3, 10], np.int32))
+    options = Options("kvcache", received=("heads", 0, END))
+    with pytest.raises(ValueError, match=r"cache_seqlens\[1\] is 10; expected at most 9"):
+        device_lengths.check(cached, options, 0, RECEIVED.check)
+    starts = np.array([0, 1, 3], np.int32)
+    packed = ReceivedArguments(
+        *(cache[0], cache[0]), cu_seqlens_q=starts, cu_seqlens_k=starts, seqused_k=starts[1:]
+    )
+    options = Options("varlen", max_seqlen_q=9, max_seqlen_k=9, received=("heads", 0, END))
+    with pytest.raises(ValueError, match="seqused_k gives sequence 1 3 keys; expected at most 2"):
+        device_lengths.check(packed, options, 0, RECEIVED.check)

@@ -21,14 +21,13 @@ struct HopperReceived {
     ReceivedKeys<Config, 2> keys;
 
     __device__ ScoreWork work() const {
-      return {keys.batch,      keys.head_kv,    keys.begin,    keys.first_head,
-              keys.last_head, keys.first_tile, keys.last_tile};
+      const KeyTile& tile = keys.tile;
+      return {tile.batch,     tile.head_kv,    tile.begin,    tile.first_head,
+              tile.last_head, keys.first_tile, keys.last_tile};
     }
-    __device__ float number(int head, int row) const {
-      return counted_lse_log2<Config>(keys.p, keys.sequence, head, row);
-    }
+    __device__ float number(int head, int row) const { return keys.lse_log2(head, row); }
     __device__ void consume(Pipeline& pipeline, int consumer) {
-      const int first_key = keys.begin + 64 * consumer + threadIdx.x / 32 % 4 * 16 +
+      const int first_key = keys.tile.begin + 64 * consumer + threadIdx.x / 32 % 4 * 16 +
                             threadIdx.x % 32 / 4;
       const auto step = [](int n) { return 8 * n; };
       if (keys.has_queries()) {
@@ -61,7 +60,7 @@ struct HopperReceived {
     const int section = index / (most * tiles);
     const int in_section = index - section * most * tiles, count = min(most, all - section * most);
     const int head = section * most + in_section % count;
-    return {{p, head / heads(), head % heads(), in_section / count * Config::Bc}};
+    return {{p, KeyTile::at<Config>(p, head, in_section / count)}};
   }
 };
 

@@ -31,11 +31,13 @@ struct MmaReceived {
   using Layout = SwizzledRows<Element, columns>;
   using Scores = float[row_tiles][Br / 8][4];
 
-  // Shared memory: K, then two stages of Q and of the log-sum-exp of its rows.
+  // Shared memory: K, two stages of Q, and two of the log-sum-exp of its rows. Each tile begins at
+  // a multiple of 128 bytes, as its layout requires.
   static constexpr int keys_bytes = Bc * Layout::row_bytes;
   static constexpr int queries_bytes = Br * Layout::row_bytes;
-  static constexpr int stage_bytes = queries_bytes + Br * int(sizeof(float));
-  static_assert(keys_bytes + 2 * stage_bytes == Config::shared_memory, "as the host planned");
+  static constexpr int lse_offset = keys_bytes + 2 * queries_bytes;
+  static_assert(lse_offset + 2 * Br * int(sizeof(float)) == Config::shared_memory,
+                "as the host planned");
 
   using Keys = ReceivedKeys<Config, 2 * row_tiles>;
 
@@ -57,10 +59,10 @@ struct MmaReceived {
 
  private:
   __device__ void process_tiles() {
-    start<Bc>(shared, key_rows<Element>(keys.p.k, keys.sequence, keys.head_kv), keys.begin);
-    load(0, keys.first_head, keys.first_tile);
+    load_keys();
+    load(0, keys.tile.first_head, keys.first_tile);
     int stage = 0;
-    for (int head = keys.first_head; head < keys.last_head; ++head) {
+    for (int head = keys.tile.first_head; head < keys.tile.last_head; ++head) {
       for (int tile = keys.first_tile; tile < keys.last_tile; ++tile, stage = 1 - stage) {
         ptx::cp_async_wait_group<0>();
         // All warps must have read the other stage, which the next load overwrites.
@@ -76,43 +78,54 @@ struct MmaReceived {
     ptx::cp_async_wait_group<0>();
   }
 
+  template <int Rows>
+  using Copy = RowCopy<Layout, Element, Rows, Config::head_dim, threads, Config::alignment>;
+
   // Starts the copy of the rows from `first` on. Rows that do not exist become zeros.
   template <int Rows>
   __device__ void start(unsigned target, const HeadRows<Element>& source, int first) {
-    using Copy = RowCopy<Layout, Element, Rows, Config::head_dim, threads, Config::alignment>;
-    Copy::template start<true>(target,
-                               Copy::source(source.begin + first * source.stride, source.stride),
-                               source.stride, source.count - first);
+    const Element* const begin = source.begin + first * source.stride;
+    Copy<Rows>::template start<true>(target, Copy<Rows>::source(begin, source.stride),
+                                     source.stride, source.count - first);
+  }
+
+  __device__ void load_keys() {
+    if constexpr (Config::page_size > 0) {
+      const auto rows = paged_keys<Config>(keys.p, keys.sequence, keys.tile);
+      Copy<Bc>::gather(shared, [&](int row) { return rows.at(keys.tile.begin + row); });
+    } else {
+      start<Bc>(shared, key_rows<Element>(keys.p.k, keys.sequence, keys.tile.head_kv),
+                keys.tile.begin);
+    }
   }
 
   __device__ unsigned queries_address(int stage) const {
-    return shared + keys_bytes + stage * stage_bytes;
+    return shared + keys_bytes + stage * queries_bytes;
   }
   __device__ float* row_lse(int stage) const {
-    return reinterpret_cast<float*>(memory + keys_bytes + stage * stage_bytes + queries_bytes);
+    return reinterpret_cast<float*>(memory + lse_offset) + stage * Br;
   }
 
   // Starts the loads of a query tile, if there is a next head.
   __device__ void load(int stage, int head, int tile) {
-    if (head < keys.last_head) {
+    if (head < keys.tile.last_head) {
       start<Br>(queries_address(stage), query_rows<Element>(keys.p.q, keys.sequence, head),
                 tile * Br);
       for (int row = threadIdx.x; row < Br; row += threads) {
-        row_lse(stage)[row] =
-            counted_lse_log2<Config>(keys.p, keys.sequence, head, tile * Br + row);
+        row_lse(stage)[row] = keys.lse_log2(head, tile * Br + row);
       }
     }
     ptx::cp_async_commit_group();
   }
 
   // Returns the first of the lane's keys. The others follow at distances `key_step`.
-  __device__ int first_lane_key() const { return keys.begin + warp * warp_keys + lane / 4; }
+  __device__ int first_lane_key() const { return keys.tile.begin + warp * warp_keys + lane / 4; }
   __device__ static int key_step(int n) { return n / 2 * 16 + n % 2 * 8; }
 
   // Computes S^T of the warp's keys and the queries of a tile.
   __device__ void multiply(int stage) {
     clear(scores);
-    const unsigned rows =
+    const unsigned left =
         shared + warp * warp_keys * Layout::row_bytes + Layout::offset(lane % 16, lane / 16);
     const unsigned queries =
         queries_address(stage) + Layout::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
@@ -127,7 +140,7 @@ struct MmaReceived {
       unsigned k[row_tiles][4];
 #pragma unroll
       for (int i = 0; i < row_tiles; ++i) {
-        ptx::ldmatrix_x4(k[i], Layout::advance(rows, 16 * i, 2 * step));
+        ptx::ldmatrix_x4(k[i], Layout::advance(left, 16 * i, 2 * step));
       }
 #pragma unroll
       for (int j = 0; j < query_steps; ++j) {
@@ -147,13 +160,8 @@ struct MmaReceived {
 template <class Config>
 __device__ void mma_received(const ReceivedParams& p) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  const int heads = Config::grouped ? p.heads_kv : p.heads_q;
-  const int tiles = ceil_div(p.seqlen_k, Config::Bc);
-  const int tile = blockIdx.x / (p.batch * heads), batch_head = blockIdx.x % (p.batch * heads);
-  const int batch = batch_head / heads;
   using Received = MmaReceived<Config>;
-  Received(typename Received::Keys(p, batch, batch_head % heads, tile * Config::Bc), shared_memory)
-      .run();
+  Received({p, KeyTile::of<Config>(p, blockIdx.x)}, shared_memory).run();
 }
 
 #endif  // __CUDA_ARCH__ >= 800

@@ -21,6 +21,7 @@ from cupy_flash.families.contract import (
     heads_in_l2,
     round_up,
     tile_members,
+    why_not_dropout,
     why_not_scale,
     why_not_shared_memory,
 )
@@ -85,6 +86,8 @@ class _HopperScoreFamily(Family[HopperScoreTile]):
     def _why_not(self, problem: Problem, device: Device) -> str | None:
         if problem.itemsize != 2:
             return f"its tensor-core products take float16 or bfloat16, not {problem.dtype}"
+        if problem.layout.kind not in ("dense", "padded"):
+            return "does not serve packed sequences and caches"
         if reason := why_not_device(device) or self._why_not_call(problem):
             return reason
         if reason := why_not_scale(problem) or why_not_rows(problem):
@@ -202,7 +205,7 @@ class HopperReceivedFamily(_HopperScoreFamily):
     left, left_rows, right_rows, has_numbers = "k", "Bc", "Br", True
 
     def _why_not_call(self, problem: Problem) -> str | None:
-        return received_common.why_not(problem)
+        return why_not_dropout(problem)
 
 
 class HopperLseFamily(_HopperScoreFamily):
@@ -217,4 +220,4 @@ class HopperLseFamily(_HopperScoreFamily):
             return "does not serve modifications"
         if problem.statistics:
             return "computes no row statistics"
-        return received_common.why_not(problem)
+        return None

@@ -29,7 +29,8 @@ class ProblemClass:
         Otherwise "packed", "cache", "page16" or "packed-page16" (pages of 16 rows), preceded by
         "latent-" for MLA, and by the dtype of an 8-bit KV cache: "int8-latent-cache".
     direction
-        Same as in `Problem`. The class does not depend on which gradients are computed.
+        Same as in `Problem`, but "forward" if only the log-sum-exp is needed. The class does not
+        depend on which gradients or tangents are computed.
     """
 
     dtype: str
@@ -56,7 +57,7 @@ class ProblemClass:
             _bucket(problem.batch * problem.heads_q * problem.seqlen_q, MOST_ROWS),
             problem.alignment,
             _kind(problem),
-            problem.direction,
+            "forward" if problem.discards_out else problem.direction,
         )
 
     @classmethod
@@ -83,8 +84,8 @@ class ProblemClass:
             f"{self.dtype} d{self.head_dim} dv{self.head_dim_v} {mask} q{self.seqlen_q} "
             f"k{self.seqlen_k} rows{self.rows} align{self.alignment}"
         )
-        backward = "" if self.direction == "forward" else self.direction
-        return " ".join(filter(None, (text, self.kind, backward)))
+        direction = "" if self.direction == "forward" else self.direction
+        return " ".join(filter(None, (text, self.kind, direction)))
 
     @property
     def packed(self) -> bool:
@@ -115,7 +116,7 @@ _TEXT = re.compile(
     r"q(?P<seqlen_q>\d+) k(?P<seqlen_k>\d+) rows(?P<rows>\d+) align(?P<alignment>\d+)"
     rf"(?: (?P<kind>{FLOAT8}|(?:(?:{_QUANTIZED})-)?"
     rf"(?:packed|packed-page\d+|(?:{_LATENT}-)?(?:cache|page\d+))))?"
-    r"(?: (?P<direction>backward))?"
+    r"(?: (?P<direction>backward|tangent|received))?"
 )
 
 

@@ -32,12 +32,13 @@ struct LaneRowSums {
   bool has_bases = false;  // whether all rows of the warp have a base
 
   // Adds the scores of a KV tile. With `Masked`, a row attends to its first visible[half] keys,
-  // counted from the lane's first key. The scores are not changed: registers that the next product
-  // overwrites may not be written while products are in flight.
+  // counted from the lane's first key. The scores stay unchanged: they are accumulators, and the
+  // assembler serializes the products if a kernel writes accumulators while another product is in
+  // flight.
   template <bool Masked>
-  __device__ void add(const float (&scores)[Bc / 2], unsigned (&visible)[2]) {
+  __device__ void add(const float (&scores)[Bc / 2], const int (&visible)[2]) {
     const auto score = [&](int i) {
-      const bool is_visible = !Masked || i / 4 * 8 + i % 2 < int(visible[i / 2 % 2]);
+      const bool is_visible = !Masked || i / 4 * 8 + i % 2 < visible[i / 2 % 2];
       const float x = prior_factor<Config> == 1 ? scores[i] : scores[i] * prior_factor<Config>;
       return is_visible ? x : -Math::infinity();
     };
@@ -45,10 +46,7 @@ struct LaneRowSums {
     exponentiate(score, sums);
     const bool is_valid = has_bases && !is_too_large(sums[0]) && !is_too_large(sums[1]);
     if (!__all_sync(~0u, is_valid)) {
-      // Without the pins, the compiler keeps all masked scores, and spills other registers.
-      if constexpr (Masked) ptx::pin(visible);
       update_bases(score);
-      if constexpr (Masked) ptx::pin(visible);
       exponentiate(score, sums);
     }
     sum[0] += sums[0];
@@ -58,7 +56,9 @@ struct LaneRowSums {
   // Returns the log-sum-exp of one of the rows, in all its lanes.
   __device__ float log_sum_exp(int half) const {
     const float total = sum_of_lanes(sum[half]);
-    return has_base[half] ? (base[half] + Math::log2(total)) * Math::ln_2 : -Math::infinity();
+    // A row without a base has only masked keys, or NaN scores, whose sum is NaN.
+    const bool is_empty = !has_base[half] && total == 0;
+    return is_empty ? -Math::infinity() : (base[half] + Math::log2(total)) * Math::ln_2;
   }
 
  private:
@@ -131,17 +131,13 @@ struct HopperLse {
         pipeline.multiply(
             work(), consumer,
             [&](const typename Pipeline::Scores& scores, const ScoreTile& tile, const float*) {
-              unsigned visible[2] = {};
               if (tile.tile < first_masked_tile) {
-                sums.template add<false>(scores, visible);
+                sums.template add<false>(scores, {});
                 return;
               }
               const int lane_key = tile.tile * Bc + threadIdx.x % 4 * 2;
-#pragma unroll
-              for (int half = 0; half < 2; ++half) {
-                visible[half] = mask.visible_end(lane_row + 8 * half) - lane_key;
-              }
-              sums.template add<true>(scores, visible);
+              sums.template add<true>(scores, {mask.visible_end(lane_row) - lane_key,
+                                               mask.visible_end(lane_row + 8) - lane_key});
             });
       }
 #pragma unroll

@@ -7,7 +7,7 @@
 //   S = Q K^T,  S. = Q. K^T + Q K.^T,  P and H from these (row.cuh),  O. += H V + P V.
 //
 // One thread of the producer warpgroup loads K, V and their tangents of a tile into one stage.
-// While a consumer computes P and H, the tensor cores compute the products of the others:
+// While a consumer computes P and H, the tensor cores compute the products of the other consumers:
 //
 //   consumer 0      S0 S.0         P H        O.0 S1 S.1         P H
 //   consumer 1              S0 S.0       P H              O.0 S1 S.1
@@ -23,6 +23,7 @@
 #include "tangents/fragments.cuh"
 #include "tile/fragments.cuh"
 #include "tile/pipeline_state.cuh"
+#include "tile/tma_fragments.cuh"
 #include "tile/tma_pipeline.cuh"
 #include "tile/tma_tile.cuh"
 
@@ -42,6 +43,7 @@ struct HopperTangents {
   static constexpr int stages = Config::stages;
   static constexpr int consumers = Br / 64;
   static_assert(Br % 64 == 0 && Bc % 16 == 0, "whole wgmma instructions");
+  static_assert(stages >= 2, "a stage is released after the scores of the next tile");
 
   // Whether q, k and v have tangents. If q and k have none, the scores have none, and H is 0.
   static constexpr bool moves_q = Config::moves_q;
@@ -125,7 +127,9 @@ struct HopperTangents {
     if (tiles.begin < tiles.end) {
       Queries queries;
       ptx::mbarrier_wait(q_full(), 0);
-      copy_queries(consumer, queries);
+      if constexpr (kept_steps > 0) {
+        copy_row_fragments<QueryTile>(shared, 64 * consumer, queries);
+      }
       process_tiles(fragments, consumer, queries, out);
       if (moves_scores && must_restart(fragments)) {
         fragments.restart();
@@ -161,19 +165,6 @@ struct HopperTangents {
       if constexpr (moves_scores) load_values(v_offset, maps.v);
       if constexpr (moves_v) load_values(v_tangent_offset, maps.v_tangent);
       ring.advance();
-    }
-  }
-
-  __device__ void copy_queries(int consumer, Queries& queries) const {
-    const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
-    const unsigned address = shared + (64 * consumer + row) * QueryTile::box_row_bytes;
-#pragma unroll
-    for (int step = 0; step < kept_steps; ++step) {
-      unsigned fragment[4];
-      ptx::ldmatrix_x4(fragment,
-                       address + QueryTile::chunk_offset(row, 2 * step, threadIdx.x / 16 % 2));
-#pragma unroll
-      for (int i = 0; i < 4; ++i) queries[4 * step + i] = fragment[i];
     }
   }
 

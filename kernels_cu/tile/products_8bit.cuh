@@ -17,7 +17,7 @@
 #include "tile/element.cuh"
 #include "tile/fragments.cuh"
 #include "tile/layout.cuh"
-#include "tile/powers.cuh"
+#include "score/powers.cuh"
 #include "tile/products_16bit.cuh"
 #include "tile/stored_bytes.cuh"
 

@@ -29,9 +29,24 @@ HEAD, TABLE, TESTED = machine_code.read_table() if machine_code else ({}, {}, []
 pytestmark = pytest.mark.skipif(not IN_CHECKOUT, reason="the tests stand outside a checkout")
 
 # Families whose kernels use only dynamic shared memory, of the size in the launch.
-ALL_DYNAMIC = ("decode", "hopper", "mma")
+ALL_DYNAMIC = (
+    "decode",
+    "hopper",
+    "hopper received",
+    "hopper tangent",
+    "hopper_lse lse",
+    "mma",
+    "mma received",
+    "mma tangent",
+)
 # Families whose kernels redistribute registers with setmaxnreg.
-HAND_REGISTERS_ROUND = ("hopper", "hopper backward")
+HAND_REGISTERS_ROUND = (
+    "hopper",
+    "hopper backward",
+    "hopper received",
+    "hopper tangent",
+    "hopper_lse lse",
+)
 # ptxas reports serialized wgmma and ignored setmaxnreg as warnings C7504 to C7520 and C7602, and
 # continues.
 TROUBLE = re.compile(r"C7[56]\d\d|serializ|setmaxnreg|warning", re.IGNORECASE)

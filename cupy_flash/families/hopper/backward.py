@@ -19,9 +19,15 @@ from cupy_flash.families.contract import (
     why_not_shared_memory,
 )
 from cupy_flash.families.hopper import bias_gradients
-from cupy_flash.families.hopper.cta_columns import MAX_COLUMNS, cta_ranks
+from cupy_flash.families.hopper.block import (
+    BARRIER_BYTES,
+    MAX_COLUMNS,
+    WARPGROUP,
+    WARPGROUP_ROWS,
+    cta_ranks,
+    why_not_device,
+)
 from cupy_flash.families.hopper.scores import bias_strides, can_stream_bias
-from cupy_flash.families.hopper.sm90 import BARRIER_BYTES, WARPGROUP, WARPGROUP_ROWS, why_not_device
 from cupy_flash.families.hopper.tensor_maps import map_spec, why_not_rows, why_not_strides
 from cupy_flash.families.schedule import (
     KEY_GRADIENTS,

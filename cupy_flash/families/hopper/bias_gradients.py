@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from cupy_flash.families.contract import ceil_div
+from cupy_flash.families.hopper.block import BARRIER_BYTES, WARPGROUP, WARPGROUP_ROWS
 from cupy_flash.families.hopper.scores import bias_strides, can_stream_bias
-from cupy_flash.families.hopper.sm90 import BARRIER_BYTES, WARPGROUP, WARPGROUP_ROWS
 from cupy_flash.families.hopper.tensor_maps import map_spec
 from cupy_flash.families.input_gradients import BIAS_ENTRY, BiasPlan, kept_axes
 from cupy_flash.families.schedule import Launch, TensorMapSpec

@@ -10,7 +10,7 @@ import itertools
 import math
 
 from cupy_flash.families.contract import round_up
-from cupy_flash.families.hopper.cta_columns import MAX_COLUMNS, cta_ranks
+from cupy_flash.families.hopper.block import MAX_COLUMNS, cta_ranks
 from cupy_flash.families.schedule import Launch, TensorMapSpec
 from cupy_flash.problem.arrays import Shape
 from cupy_flash.problem.device import Device

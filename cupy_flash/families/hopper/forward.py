@@ -20,10 +20,17 @@ from cupy_flash.families.contract import (
     why_not_shared_memory,
 )
 from cupy_flash.families.hopper import float8, float32, mla, persistent, scores, tensor_maps, varlen
-from cupy_flash.families.hopper.cta_columns import MAX_COLUMNS, block_columns, cta_ranks, k_steps
+from cupy_flash.families.hopper.block import (
+    MAX_COLUMNS,
+    WARPGROUP,
+    WARPGROUP_ROWS,
+    block_columns,
+    cta_ranks,
+    k_steps,
+    why_not_device,
+)
 from cupy_flash.families.hopper.registers import consumer_registers, overlaps_output, register_split
 from cupy_flash.families.hopper.shared_memory import block_bytes, footprint
-from cupy_flash.families.hopper.sm90 import WARPGROUP, WARPGROUP_ROWS, why_not_device
 from cupy_flash.families.hopper.tiles import MIN_KEYS, HopperTile, preferred_tiles, tile_of
 from cupy_flash.families.schedule import MAIN_ENTRY, UNSPLIT, Launch, Schedule, Split
 from cupy_flash.problem.device import Device

@@ -7,7 +7,7 @@ from typing import Any
 
 from cupy_flash.families import split_kv
 from cupy_flash.families.contract import ceil_div
-from cupy_flash.families.hopper.cta_columns import cta_ranks
+from cupy_flash.families.hopper.block import cta_ranks
 from cupy_flash.families.hopper.tiles import HopperTile
 from cupy_flash.families.schedule import Split
 from cupy_flash.problem.arrays import Tensor, Tensors

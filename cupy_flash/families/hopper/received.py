@@ -25,16 +25,21 @@ from cupy_flash.families.contract import (
     why_not_scale,
     why_not_shared_memory,
 )
-from cupy_flash.families.hopper.sm90 import (
+from cupy_flash.families.hopper.block import (
     BARRIER_BYTES,
     WARPGROUP,
     WARPGROUP_ROWS,
+    most_stages,
     why_not_device,
 )
-from cupy_flash.families.hopper.tensor_maps import box_columns, map_spec, why_not_rows
+from cupy_flash.families.hopper.tensor_maps import (
+    box_columns,
+    map_spec,
+    why_not_rows,
+    why_not_strides,
+)
 from cupy_flash.families.schedule import (
     MAIN_ENTRY,
-    MAX_STRIDE,
     Launch,
     Schedule,
     Split,
@@ -96,10 +101,10 @@ class _HopperScoreFamily(Family[HopperScoreTile]):
             return f"its registers hold at most {_MAX_COLUMNS} columns, not {problem.head_dim}"
         if problem.seqlen_k == 0:
             return "TMA cannot address arrays without keys"
-        for name in ("q", "k"):
-            strides = problem.tensors[name].strides
-            if any(not 0 <= n * problem.itemsize < MAX_STRIDE for n in strides):
-                return f"TMA does not support the strides of {name}"
+        if reason := why_not_strides(
+            problem, lambda: self._tensor_maps(problem, HopperScoreTile(64, 64))
+        ):
+            return reason
         if self._first_legal(problem, device) is None:
             return f"none of its tiles fits {device.name}"
         return None
@@ -114,15 +119,17 @@ class _HopperScoreFamily(Family[HopperScoreTile]):
             yield self._with_all_stages(problem, device, HopperScoreTile(**sizes))
 
     def preferred_tiles(self, problem: Problem, device: Device) -> Iterable[HopperScoreTile]:
-        return self.candidates(problem, device)
+        # With 128 rows of wide heads, shared memory has space for two stages only.
+        sizes = {self.left_rows: 128, self.right_rows: 128 if problem.head_dim <= 128 else 64}
+        best = self._with_all_stages(problem, device, HopperScoreTile(**sizes))
+        return itertools.chain((best,), self.candidates(problem, device))
 
     def _with_all_stages(
         self, problem: Problem, device: Device, tile: HopperScoreTile
     ) -> HopperScoreTile:
         """Return the tile with as many stages as shared memory has space for."""
-        most = device.shared_memory_per_block
-        tiles = [dataclasses.replace(tile, stages=n) for n in range(_MAX_STAGES, 1, -1)]
-        return next((t for t in tiles if self.shared_memory(problem, t) <= most), tiles[-1])
+        tiles = (dataclasses.replace(tile, stages=n) for n in range(_MAX_STAGES, 1, -1))
+        return most_stages(device, tiles, lambda each: self.shared_memory(problem, each))
 
     def why_not_tile(self, problem: Problem, device: Device, tile: HopperScoreTile) -> str | None:
         left, right = self._rows(tile)
@@ -155,7 +162,7 @@ class _HopperScoreFamily(Family[HopperScoreTile]):
         return left * row + tile.stages * stage + 2 * BARRIER_BYTES
 
     def schedule(self, problem: Problem, device: Device, tile: HopperScoreTile) -> Schedule:
-        direction = "received" if problem.received else "params"
+        argument = "received" if problem.received else "params"
         main = Launch(
             MAIN_ENTRY,
             f"hopper_{problem.direction}",
@@ -163,7 +170,7 @@ class _HopperScoreFamily(Family[HopperScoreTile]):
             WARPGROUP * (self._rows(tile)[0] // WARPGROUP_ROWS + 1),
             self.shared_memory(problem, tile),
             min_blocks=1,
-            arguments=("score_maps", direction),
+            arguments=("score_maps", argument),
         )
         return Schedule(
             (main,),
@@ -221,3 +228,12 @@ class HopperLseFamily(_HopperScoreFamily):
         if problem.statistics:
             return "computes no row statistics"
         return None
+
+    def why_not_first(self, problem: Problem, device: Device) -> str | None:
+        items = self._items(problem, self.default_tile(problem, device))
+        if 2 * items >= device.sm_count and problem.seqlen_q > WARPGROUP_ROWS:
+            return None
+        return (
+            f"does not split the keys, and {items} query tiles leave SMs of {device.name} idle or "
+            "have few rows"
+        )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from cupy_flash.families.contract import may_have_block_mask
 from cupy_flash.families.hopper import float8, float32, mla
-from cupy_flash.families.hopper.cta_columns import block_columns
+from cupy_flash.families.hopper.block import WARPGROUP_ROWS, block_columns
 from cupy_flash.families.hopper.scores import streams_bias
-from cupy_flash.families.hopper.sm90 import WARPGROUP_ROWS
 from cupy_flash.families.hopper.tiles import HopperTile
 from cupy_flash.problem.problem import Problem
 

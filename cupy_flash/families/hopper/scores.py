@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from cupy_flash.families.contract import ceil_div, may_have_block_mask
-from cupy_flash.families.hopper.sm90 import WARPGROUP_ROWS
+from cupy_flash.families.hopper.block import WARPGROUP_ROWS
 from cupy_flash.families.hopper.tiles import HopperTile
 from cupy_flash.families.mma.forward import MmaFamily, MmaTile
 from cupy_flash.families.schedule import MAX_STRIDE, STRIDE_UNIT, Launch

@@ -6,9 +6,14 @@ from typing import Any
 
 from cupy_flash.families.contract import ceil_div, may_have_block_mask, round_up
 from cupy_flash.families.hopper import float8, float32, mla
-from cupy_flash.families.hopper.cta_columns import block_columns, cta_ranks, operand_bytes
+from cupy_flash.families.hopper.block import (
+    BARRIER_BYTES,
+    WARPGROUP_ROWS,
+    block_columns,
+    cta_ranks,
+    operand_bytes,
+)
 from cupy_flash.families.hopper.scores import BIAS_STAGES, skips_tiles, streams_bias
-from cupy_flash.families.hopper.sm90 import BARRIER_BYTES, WARPGROUP_ROWS
 from cupy_flash.families.hopper.tiles import HopperTile
 from cupy_flash.problem.problem import Problem
 

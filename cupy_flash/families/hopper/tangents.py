@@ -16,14 +16,20 @@ from cupy_flash.families.contract import (
     why_not_scale,
     why_not_shared_memory,
 )
-from cupy_flash.families.hopper.sm90 import (
+from cupy_flash.families.hopper.block import (
     BARRIER_BYTES,
     WARPGROUP,
     WARPGROUP_ROWS,
+    most_stages,
     why_not_device,
 )
-from cupy_flash.families.hopper.tensor_maps import box_columns, map_spec, why_not_rows
-from cupy_flash.families.schedule import MAX_STRIDE, Schedule, Split, TensorMapSpec
+from cupy_flash.families.hopper.tensor_maps import (
+    box_columns,
+    map_spec,
+    why_not_rows,
+    why_not_strides,
+)
+from cupy_flash.families.schedule import Schedule, Split, TensorMapSpec
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.gradient import ROWS, tangent_of
 from cupy_flash.problem.problem import Problem
@@ -74,10 +80,10 @@ class HopperTangentFamily(Family[HopperTangentTile]):
             return f"needs too many registers for head dims over {_MAX_DIM}"
         if problem.seqlen_k == 0:
             return "TMA cannot address arrays without keys"
-        for name in _arrays(problem):
-            strides = problem.tensors[name].strides
-            if any(not 0 <= n * problem.itemsize < MAX_STRIDE for n in strides):
-                return f"TMA does not support the strides of {name}"
+        if reason := why_not_strides(
+            problem, lambda: _tensor_maps(problem, HopperTangentTile(64, 64))
+        ):
+            return reason
         if self._first_legal(problem, device) is None:
             return f"none of its tiles fits {device.name}"
         return None
@@ -101,9 +107,8 @@ class HopperTangentFamily(Family[HopperTangentTile]):
         self, problem: Problem, device: Device, tile: HopperTangentTile
     ) -> HopperTangentTile:
         """Return the tile with as many stages as shared memory has space for."""
-        most = device.shared_memory_per_block
-        tiles = [dataclasses.replace(tile, stages=n) for n in range(_MAX_STAGES, 0, -1)]
-        return next((t for t in tiles if self.shared_memory(problem, t) <= most), tiles[-1])
+        tiles = (dataclasses.replace(tile, stages=n) for n in range(_MAX_STAGES, 1, -1))
+        return most_stages(device, tiles, lambda each: self.shared_memory(problem, each))
 
     def why_not_tile(self, problem: Problem, device: Device, tile: HopperTangentTile) -> str | None:
         if tile.Br not in (64, 128):
@@ -112,8 +117,8 @@ class HopperTangentFamily(Family[HopperTangentTile]):
             return f"Bc is {tile.Bc}; expected a multiple of 16 up to 128"
         if tile.q_steps > ceil_div(problem.head_dim, 16):
             return f"q_steps is {tile.q_steps}; expected at most {ceil_div(problem.head_dim, 16)}"
-        if tile.stages < 1:
-            return f"stages is {tile.stages}; expected at least 1"
+        if tile.stages < 2:
+            return f"stages is {tile.stages}; expected at least 2"
         if reason := why_not_shared_memory(device, self.shared_memory(problem, tile)):
             return reason
         need, (_, most) = self._registers(problem, tile), _REGISTERS[tile.Br // WARPGROUP_ROWS]
@@ -156,11 +161,6 @@ class HopperTangentFamily(Family[HopperTangentTile]):
             "consumer_registers": consumer,
             "shared_memory": self.shared_memory(problem, tile),
         } | tangent_common.config(problem)
-
-
-def _arrays(problem: Problem) -> tuple[str, ...]:
-    """Return the names of the arrays that are loaded by TMA."""
-    return (*ROWS, *(tangent_of(name) for name in problem.moves))
 
 
 def _tensor_maps(problem: Problem, tile: HopperTangentTile) -> dict[str, TensorMapSpec]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from cupy_flash.families.contract import round_up
 from cupy_flash.families.hopper import float8, float32, mla
-from cupy_flash.families.hopper.cta_columns import block_columns, operand_bytes
+from cupy_flash.families.hopper.block import block_columns, operand_bytes
 from cupy_flash.families.hopper.scores import bias_strides, streams_bias
 from cupy_flash.families.hopper.tiles import HopperTile
 from cupy_flash.families.schedule import MAX_STRIDE, STRIDE_UNIT, TensorMapSpec

@@ -6,7 +6,7 @@ import dataclasses
 
 from cupy_flash.families.contract import ceil_div
 from cupy_flash.families.hopper import mla
-from cupy_flash.families.hopper.sm90 import WARPGROUP_ROWS
+from cupy_flash.families.hopper.block import WARPGROUP_ROWS
 from cupy_flash.families.hopper.tiles import MIN_KEYS
 from cupy_flash.families.schedule import Launch
 from cupy_flash.problem.problem import Problem

@@ -9,7 +9,7 @@
 #include "score/softmax.cuh"
 #include "tile/element.cuh"
 #include "tile/fragments.cuh"
-#include "tile/powers.cuh"
+#include "score/powers.cuh"
 
 // All scales are 1 if the `data` of their tensor is null. families/params.py has the same struct.
 struct QuantizedParams : Params {

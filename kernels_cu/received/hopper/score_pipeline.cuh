@@ -10,14 +10,15 @@
 //   tensor cores              S0 S1 S2 S3 ...
 //   consumer                     P0 P1 P2 ...
 //
-// The barrier full(stage) waits for R and N of a stage, and empty(stage) for all consumer warps,
-// which have then processed the scores. L is free as soon as the consumers have copied it.
+// The phase of full(stage) ends when R and N of a stage are there, that of empty(stage) when all
+// consumer warps have processed the scores. L is free as soon as the consumers have copied it.
 #pragma once
 
 #include "ptx/registers.cuh"
 #include "ptx/sm90a.cuh"
 #include "ptx/wgmma.cuh"
 #include "tile/pipeline_state.cuh"
+#include "tile/tma_fragments.cuh"
 #include "tile/tma_pipeline.cuh"
 #include "tile/tma_tile.cuh"
 
@@ -71,6 +72,7 @@ struct ScorePipeline {
   static_assert(LeftRows % 64 == 0 && consumers >= 1 && consumers <= 3,
                 "64 rows for each consumer");
   static_assert(RightRows % 16 == 0 && RightRows <= 256, "whole wgmma instructions");
+  static_assert(stages >= 2, "a stage is released after the product of the next one is issued");
 
   // Shared memory: L, the ring of R, the ring of numbers, and the barriers.
   static constexpr int ring_offset = Left::bytes;
@@ -147,7 +149,6 @@ struct ScorePipeline {
     Scores even, odd;
     ScoreTile tile = ScoreTile::first(work);
     start(even);
-    ptx::wgmma_commit_group();
     while (true) {
       if (!process_tile(work, tile, even, odd, process)) break;
       if (!process_tile(work, tile, odd, even, process)) break;
@@ -170,17 +171,11 @@ struct ScorePipeline {
   // Copies the consumer's rows of L to registers, and releases L.
   __device__ void copy_left(int consumer) {
     ptx::mbarrier_wait(left_full(), left_state.phase);
-    const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
-    const unsigned address = shared + (64 * consumer + row) * Left::box_row_bytes;
-#pragma unroll
-    for (int step = 0; step < k_steps; ++step) {
-      unsigned fragment[4];
-      ptx::ldmatrix_x4(fragment,
-                       address + Left::chunk_offset(row, 2 * step, threadIdx.x / 16 % 2));
-#pragma unroll
-      for (int i = 0; i < 4; ++i) left[4 * step + i] = fragment[i];
-    }
+    copy_row_fragments<Left>(shared, 64 * consumer, left);
     ptx::pin(left);
+    // Without this fence, TMA may overwrite L before ldmatrix has read it: products of other
+    // consumers can delay those reads, and the arrival does not wait for them.
+    ptx::fence_proxy_async();
     arrive_warp(left_empty());
     left_state.advance();
   }
@@ -196,26 +191,33 @@ struct ScorePipeline {
       Wgmma<Element, RightRows>::multiply_k_contiguous(
           scores, left + 4 * step, right + Right::column_step(step) / 16, step != 0);
     }
+    ptx::wgmma_commit_group();
     ring.advance();
   }
 
   // Issues the scores of the tile after `tile`, if there is one, and processes `scores`, those of
-  // `tile`. Then advances `tile`, and returns whether it exists.
+  // `tile`. Then advances `tile`, and returns whether it exists. The two cases have their own waits:
+  // if they shared one, the compiler would wait for the scores of the next tile, too.
   template <class Process>
   __device__ bool process_tile(const ScoreWork& work, ScoreTile& tile, Scores& scores,
                                Scores& next_scores, Process process) {
     const int stage = ring.index == 0 ? stages - 1 : ring.index - 1;
     const ScoreTile current = tile;
+    const auto finish = [&] {
+      ptx::pin(scores);
+      process(scores, current, numbers(stage));
+      arrive_warp(empty(stage));
+    };
     tile.advance(work);
-    const bool has_next = !tile.is_end(work);
-    if (has_next) start(next_scores);
-    // Without a next product the group is empty, so that the wait is the same.
-    ptx::wgmma_commit_group();
+    if (tile.is_end(work)) {
+      ptx::wgmma_wait_group<0>();
+      finish();
+      return false;
+    }
+    start(next_scores);
     ptx::wgmma_wait_group<1>();
-    ptx::pin(scores);
-    process(scores, current, numbers(stage));
-    arrive_warp(empty(stage));
-    return has_next;
+    finish();
+    return true;
   }
 };
 

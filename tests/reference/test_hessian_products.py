@@ -18,6 +18,8 @@ from support.gradients.directions import (
     every_modification,
     largest_product,
     magnitudes,
+    moved,
+    moving_modifications,
     random_arrays,
     size_of,
     tangents_of,
@@ -33,42 +35,65 @@ from cupy_flash import (
     attention_backward_reference,
     attention_hvp_reference,
     attention_reference,
+    attention_varlen_backward_reference,
+    attention_varlen_hvp_reference,
     attention_weights,
     flash_attention_hvp,
     flash_attention_jvp,
+    flash_attention_varlen_hvp,
 )
 from cupy_flash.reference import rows
 from cupy_flash.reference.dense import error_bound, max_error
 
-KINDS = ("dense", "padded")
+KINDS = ("dense", "padded", "varlen")
 FUNCTIONS = pytest.mark.parametrize("function", [attention_hvp_reference, flash_attention_hvp])
 WRT = ("q", "k", "v")
 # Order of the arguments of both functions, without dlse and its tangent.
 NAMES = ("dout", *WRT)
 
 
-class Direction:
-    """A call's arrays with dout and dlse, and their tangents, by the names of arguments."""
+REFERENCES = {
+    "dense": (attention_backward_reference, attention_hvp_reference),
+    "padded": (attention_backward_reference, attention_hvp_reference),
+    "varlen": (attention_varlen_backward_reference, attention_varlen_hvp_reference),
+}
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
-    def __init__(self, call: GradientCall, rng: np.random.Generator) -> None:
-        inputs, self.options = call.forward.given(np)
-        self.arrays = dict(zip(WRT, inputs, strict=True)) | {"dout": call.dout}
+
+class Direction:
+    """A call's arrays with dout and dlse, and their tangents, by the names of arguments.
+
+    Its modifications have tangents, too, unless `of_rows`.
+    """
+
+    def __init__(
+        self, call: GradientCall, rng: np.random.Generator, *, of_rows: bool = False
+    ) -> None:
+        given, self.options = call.forward.given(np)
+        self.options |= zip(LENGTHS, given[3:], strict=False)
+        self.arrays = dict(zip(WRT, given[:3], strict=True)) | {"dout": call.dout}
         # Some calls have no gradient of the log-sum-exp.
         if call.dlse is not None:
             self.arrays["dlse"] = call.dlse
         moving = tangents_of(self.arrays.values(), rng)
         self.tangents = dict(zip(self.arrays, moving, strict=True))
+        modifications = {} if of_rows else moving_modifications(self.options)
+        moving = tangents_of(modifications.values(), rng)
+        self.of_mods = dict(zip(modifications, moving, strict=True))
+        self.wrt = (*WRT, *modifications)
+        self.gradients_of, self.reference = REFERENCES[call.forward.kind]
 
     def find(self, function: Callable[..., Any]) -> list[np.ndarray]:
         """Return the tangents of the gradients."""
         given = self.arrays | {f"{name}_tangent": x for name, x in self.tangents.items()}
-        return list(function(**given, **self.options))
+        moving = {"modification_tangents": self.of_mods, "wrt": self.wrt}
+        return list(function(**given, **moving, **self.options))
 
     def gradients(self, step: float) -> tuple[np.ndarray, ...]:
         """Return the gradients after a step of all arrays along their tangents."""
-        moved = {name: x + step * self.tangents[name] for name, x in self.arrays.items()}
-        found: tuple[np.ndarray, ...] = attention_backward_reference(
-            **moved, wrt=WRT, **self.options
+        arrays = {name: x + step * self.tangents[name] for name, x in self.arrays.items()}
+        found: tuple[np.ndarray, ...] = self.gradients_of(
+            **arrays, wrt=self.wrt, **moved(self.options, self.of_mods, step)
         )
         return found
 
@@ -90,7 +115,7 @@ def check_by_differences(
     sizes = [size_of(x) for x in direction.gradients(0)]
     of_scores = largest_product([direction.arrays[n] for n in WRT], direction.options)
     for wide, narrow, tangent, size, name in zip(
-        *(quotients(STEP), quotients(STEP / 2), found, sizes, WRT), strict=True
+        *(quotients(STEP), quotients(STEP / 2), found, sizes, direction.wrt), strict=True
     ):
         # As in test_tangents.py, the error of the extrapolation is below 1% of its correction.
         right = narrow + (narrow - wide) / 3
@@ -103,7 +128,8 @@ def check_by_differences(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("number", range(30))
 def test_tangents_of_gradients_agree_with_differences(kind: str, number: int, rng: Any) -> None:
-    check_by_differences(smooth_gradient_call(rng, kind), rng, attention_hvp_reference)
+    _, reference = REFERENCES[kind]
+    check_by_differences(smooth_gradient_call(rng, kind), rng, reference)
 
 
 def modified_call(rng: np.random.Generator) -> GradientCall:
@@ -114,7 +140,7 @@ def modified_call(rng: np.random.Generator) -> GradientCall:
     return GradientCall(call, rng.standard_normal(q.shape), rng.standard_normal((2, 4, 7)))
 
 
-@pytest.mark.parametrize("i", range(3))
+@pytest.mark.parametrize("i", range(8))
 def test_differences_detect_tangents_that_are_almost_right(i: int, rng: Any) -> None:
     def find(**given: Any) -> list[np.ndarray]:
         results = list(attention_hvp_reference(**given))
@@ -122,7 +148,7 @@ def test_differences_detect_tangents_that_are_almost_right(i: int, rng: Any) -> 
         return results
 
     call = modified_call(rng)
-    with pytest.raises(AssertionError, match=r"tangent of d[qkv] off by"):
+    with pytest.raises(AssertionError, match=r"tangent of d.* off by"):
         check_by_differences(call, rng, find)
 
 
@@ -132,16 +158,21 @@ def test_every_modification_is_part_of_the_definition(rng: Any) -> None:
     check_by_differences(call, rng, attention_hvp_reference)
     direction = Direction(call, rng)
     found, options = direction.find(attention_hvp_reference), dict(direction.options)
+    assert direction.wrt[3:] == (
+        *("bias", "sinks", "alibi_slopes", "score_mod.gain", "score_mod.shift"),
+    )
+    for tangents in (direction.tangents, direction.of_mods):
+        for name, tangent in list(tangents.items()):
+            del tangents[name]
+            others = direction.find(attention_hvp_reference)
+            assert any(np.abs(x - y).max() > 1e-3 for x, y in zip(others, found, strict=True)), name
+            tangents[name] = tangent
+    direction.of_mods, direction.wrt = {}, WRT
+    found = direction.find(attention_hvp_reference)
     for name in options.keys() - {"dropout_seed"}:
         direction.options = {n: x for n, x in options.items() if n != name}
         for one, other in zip(direction.find(attention_hvp_reference), found, strict=True):
             assert np.abs(one - other).max() > 1e-3, name
-    direction.options = options
-    for name in ("dlse", "dout"):
-        tangent = direction.tangents.pop(name)
-        others = direction.find(attention_hvp_reference)
-        assert any(np.abs(x - y).max() > 1e-3 for x, y in zip(others, found, strict=True)), name
-        direction.tangents[name] = tangent
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -154,11 +185,12 @@ def test_the_hessian_is_symmetric(kind: str, number: int, rng: Any) -> None:
     for first, second in ((one, other), (other, one)):
         for name in ("dout", "dlse"):
             first.tangents.pop(name, None)
-        found = first.find(attention_hvp_reference)
+        found = first.find(first.reference)
         # The results of padding are 0, and its tangents NaN.
+        moving = second.tangents | second.of_mods
         products = [
-            np.where(x == 0, 0, x * second.tangents[name]).ravel()
-            for name, x in zip(WRT, found, strict=True)
+            np.where(x == 0, 0, x * moving[name]).ravel()
+            for name, x in zip(first.wrt, found, strict=True)
         ]
         terms.append(np.concatenate(products))
     left, right = terms
@@ -203,7 +235,7 @@ def test_directions_of_dout_are_gradients(rng: Any) -> None:
 @pytest.mark.parametrize("number", range(10))
 def test_results_obey_the_error_rule(dtype: str, number: int, rng: Any) -> None:
     call = random_gradient_call(rng, dtype, "dense", head_dims=(5, 24, 64), longest=(60, 90))
-    direction = Direction(call, rng)
+    direction = Direction(call, rng, of_rows=True)
     results, exact = direction.find(flash_attention_hvp), direction.find(attention_hvp_reference)
     compute = np.dtype(np.float64 if dtype == "float64" else np.float32)
     inputs = [direction.arrays[name] for name in WRT]
@@ -279,6 +311,25 @@ def grouped(x: np.ndarray, direction: Direction) -> np.ndarray:
     return x.reshape(batch, heads_kv, heads_q // max(heads_kv, 1), *rest).sum(axis=2)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("number", range(8))
+def test_results_of_modifications_are_close_to_the_reference(
+    dtype: str, number: int, rng: Any
+) -> None:
+    """The library computes the formula of the reference, in the precision of the inputs."""
+    kind = KINDS[number % 3]
+    call = random_gradient_call(rng, dtype, kind, head_dims=(5, 24), longest=(40, 50))
+    direction = Direction(call, rng)
+    function = flash_attention_varlen_hvp if kind == "varlen" else flash_attention_hvp
+    results, exact = direction.find(function), direction.find(direction.reference)
+    eps = 1e-11 if dtype == "float64" else 1e-3
+    arrays = call.inputs | moving_modifications(direction.options)
+    for name, found, right in zip(direction.wrt, results, exact, strict=True):
+        assert found.dtype == arrays[name].dtype
+        allowed = (eps + float(ml_dtypes.finfo(found.dtype).eps)) * np.abs(right).max(initial=1)
+        assert max_error(found, right) <= allowed, f"{name}: {call}"
+
+
 # ---- Edge cases
 
 
@@ -349,6 +400,21 @@ def test_rows_without_keys_have_zeros_whatever_their_sink_is(function: Any, rng:
     dq, dk, dv = function(*arrays, dlse=dlse, dlse_tangent=dlse, causal=True, sinks=sinks)
     assert not dq[:, :2].any()
     assert all(x.all() for x in (dq[:, 2:], dk, dv))
+
+
+@pytest.mark.parametrize("has_dlse", [False, True])
+def test_rows_without_keys_have_a_gradient_of_their_sink(has_dlse: bool, rng: Any) -> None:
+    q, k, v, *_ = random_arrays(rng, (5, 3))
+    # The offset is -2, so that two rows attend to no key.
+    options = {"causal": True, "sinks": rng.standard_normal(4)}
+    forward = ModifiedCall("dense", "float64", {"q": q, "k": k, "v": v}, options)
+    dlse = rng.standard_normal((2, 4, 5)) if has_dlse else None
+    call = GradientCall(forward, rng.standard_normal((2, 5, 4, 5)), dlse)
+    check_by_differences(call, rng, attention_hvp_reference)
+    direction = Direction(call, rng)
+    direction.options["sinks"] = np.full(4, -np.inf)
+    *_, of_sinks = direction.find(attention_hvp_reference)
+    assert not of_sinks.any()
 
 
 @FUNCTIONS
@@ -443,6 +509,23 @@ def test_the_reference_takes_mixed_dtypes(rng: Any) -> None:
     expected = attention_hvp_reference(*(x.astype(np.float64) for x in arrays))
     assert [x.dtype for x in found] == [np.float64] * 3
     assert_all_equal(found, expected)
+
+
+def test_only_requested_results_are_returned(rng: Any) -> None:
+    direction = Direction(modified_call(rng), rng)
+    every = dict(zip(direction.wrt, direction.find(flash_attention_hvp), strict=True))
+    for names in (["score_mod.shift", "q"], ("bias",), (), ("v", "alibi_slopes", "sinks")):
+        direction.wrt = names
+        found = direction.find(flash_attention_hvp)
+        assert_all_close(found, [every[name] for name in names], rtol=0, atol=1e-13)
+    for names, error, message in (
+        ("q", TypeError, r"wrt is 'q', one name; expected a sequence of names: \('q',\)"),
+        (("q", "q"), ValueError, "wrt names 'q' 2 times; expected it once"),
+        (("mask",), ValueError, "wrt names 'mask'; expected some of q, k, v, bias"),
+    ):
+        direction.wrt = names
+        with pytest.raises(error, match=message):
+            direction.find(flash_attention_hvp)
 
 
 @FUNCTIONS

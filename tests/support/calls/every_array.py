@@ -211,6 +211,11 @@ REFUSED = {
 }
 
 
+def _named(**arrays: np.ndarray) -> Captured:
+    """Return arrays that a function receives in a dictionary."""
+    return Captured(lambda convert: {name: convert(x) for name, x in arrays.items()})
+
+
 class _World:
     """Generator of arguments for one function."""
 
@@ -324,6 +329,10 @@ class _World:
                 ("q_tangent", "k_tangent", "v_tangent"),
                 lambda v: {name: v[name]},
             ),
+            "modification_tangents": lambda v: {
+                "bias": self._values(*self._pairs(v)),
+                name: _named(bias=self._values(*self._pairs(v))),
+            },
             "dout_tangent": lambda v: {name: self._values(*v["dout"].shape)},
             "lse": lambda v: {
                 name: cupy_flash.flash_attention(

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 SECOND = "has no second derivative"
-TANGENT = "has a tangent, and only q, k and v of calls"
+TANGENT = "has a tangent, and only q, k, v, bias, sinks, slopes"
 TRANSFORM = "is passed inside of a transform"
 TRACED = "is passed while torch traces a graph"
 

@@ -43,6 +43,13 @@ def attention(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, .
     """
     # The caller may overwrite NumPy and CuPy arrays before the gradients are computed.
     call = _with_arrays(call.with_functions_kept(), lambda _, array: unshared(array))
+    # JAX differentiates the conversion of sinks to the dtype and the shape that kernels read.
+    inputs = tuple(
+        traced.operand(name, x, inputs[0], call.options.layout)
+        if name == "sinks" and isinstance(x, jax.Array)
+        else x
+        for name, x in zip(call.names, inputs, strict=True)
+    )
     constants = {n: x for n, x in call.constants.items() if isinstance(x, jax.Array)}
     given = with_common_axes((*inputs, *constants.values()))
     result: tuple[Any, ...] = _Differentiated(call, tuple(constants)).function(*given)

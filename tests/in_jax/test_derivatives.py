@@ -432,6 +432,39 @@ def test_only_requested_gradients_are_computed(
     assert requests == [(("k",), [True, False]), (("q", "v"), [True, True])]
 
 
+@JIT
+@pytest.mark.parametrize("form", ["a number", "bfloat16"])
+def test_gradients_of_sinks_have_their_shape_and_dtype(
+    form: str, is_compiled: bool, device: Any, rng: np.random.Generator
+) -> None:
+    inputs = tuple(x.astype(np.float32) for x in rows(device, rng))
+    sinks = jax.device_put(rng.standard_normal(2), device).astype(np.float32)
+    given = sinks[0] if form == "a number" else sinks.astype(jax.numpy.bfloat16)
+
+    def every(function: Any, sinks: Any) -> Any:
+        loss = loss_of(function)
+
+        def of_sinks(sinks: Any) -> Any:
+            wide = jax.numpy.broadcast_to(sinks.astype(np.float32), (2,))
+            return loss(*inputs, wide if function is plain_with_sinks else sinks)
+
+        return jvp(grad(of_sinks), (sinks,), (jax.numpy.ones_like(sinks),))
+
+    def run(sinks: Any) -> Any:
+        return every(lambda q, k, v, sinks: ours(q, k, v, sinks=sinks), sinks)
+
+    found = (jax.jit(run) if is_compiled else run)(given)
+    for one, other in zip(found, every(plain_with_sinks, given), strict=True):
+        assert (one.shape, one.dtype) == (given.shape, given.dtype)
+        tolerance = 2**-6 if form == "bfloat16" else 1e-4
+        one, other = (np.asarray(x, np.float64) for x in (one, other))
+        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * np.abs(other).max())
+
+
+def plain_with_sinks(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+    return plain(q, k, v, sinks=sinks)
+
+
 # ---- What has no derivative
 
 

@@ -185,7 +185,7 @@ class StaticCall(NamedTuple):
 
 
 def _is_of_derivative(name: str) -> bool:
-    """Return whether an operand of a call with tangents is none of its forward call."""
+    """Return whether an operand of a call with tangents does not belong to its forward call."""
     return name in OF_DERIVATIVES or name.endswith("_tangent")
 
 

@@ -54,11 +54,6 @@ class ModificationTangents(NamedTuple):
     sinks: Any = None
     captures: Mapping[str, Any] = {}
 
-    @property
-    def changes_scores(self) -> bool:
-        """Whether scores have tangents even if scaled scores have none."""
-        return self.bias is not None or bool(self.captures)
-
 
 class MovingScores:
     """Changed scores of some pairs, whose scaled scores and modifications have tangents.

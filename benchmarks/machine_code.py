@@ -2,6 +2,8 @@
 
     python benchmarks/machine_code.py              compile everything in the table, and compare
     python benchmarks/machine_code.py --update     write a new table
+    python benchmarks/machine_code.py --only REGEX --update    compile only the kernels whose row
+                                                   matches, such as new ones, and keep other rows
     python benchmarks/machine_code.py --restamp    write the digests of the present sources to
                                                    records and tuned tiles of unchanged kernels
     python benchmarks/machine_code.py --restamp --update    do both, in this order
@@ -24,6 +26,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import re
 import struct
 import sys
 from collections import Counter
@@ -310,6 +313,14 @@ def _why_not_same(
     return None
 
 
+def _why_not_kept(head: Row, kept: Iterable[Kernel]) -> str | None:
+    """Return why rows of the table cannot be kept in a new one; None if they can."""
+    for family in dict.fromkeys(kernel.family for kernel in kept if kernel.case is not None):
+        if head["digests"].get(family) != FAMILY_BY_NAME[family].digest():
+            return f"the sources of {family} have changed since the table was written"
+    return None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--update", action="store_true", help="write a new table")
@@ -325,16 +336,29 @@ def main() -> int:
         help="folder that --cubins wrote for the sources of the table; a kernel is unchanged if "
         "only the offsets of its arguments differ",
     )
+    parser.add_argument(
+        "--only",
+        metavar="REGEX",
+        help="compile only the kernels whose row in the table, as JSON, matches",
+    )
     options = parser.parse_args()
+    if options.only is not None and options.restamp:
+        parser.error("--restamp needs all kernels; leave out --only")
     of_records = [k for rows in recorded().values() for *_, kernels in rows for k in kernels]
     tested = representative()
+    every = list(dict.fromkeys([*tested, *of_records]))
+    chosen = [k for k in every if re.search(options.only or "", json.dumps(k.as_json()))]
     head, before = {}, {}
-    if options.restamp or not options.update:
+    if options.restamp or not options.update or len(chosen) < len(every):
         head, before, _ = read_table()
         if reason := why_not_comparable(head):
             print(reason, file=sys.stderr)
             return 2
-    now = compiled([*tested, *of_records], before)
+    kept = {k: before[k] for k in set(every).difference(chosen) if k in before}
+    if options.update and (reason := _why_not_kept(head, kept)):
+        print(reason, file=sys.stderr)
+        return 2
+    now = compiled(chosen, before)
     failed = [code for code in now.values() if not isinstance(code, Code)]
     if options.cubins:
         options.cubins.mkdir(parents=True, exist_ok=True)
@@ -349,8 +373,9 @@ def main() -> int:
         print("\n".join([*failed, f"{len(now) - len(failed)} of {len(now)} kernels are the same"]))
         left = restamp(head, before, now) if options.restamp else 0
     if options.update:
-        write_table(now, tested)
-        print(f"{len(now)} kernels in {TABLE}")
+        found = {**kept, **now}
+        write_table({kernel: found[kernel] for kernel in every if kernel in found}, tested)
+        print(f"{len(found)} kernels in {TABLE}")
     return 1 if failed or left else 0
 
 

@@ -16,13 +16,22 @@ from cupy_flash.cli.records.environment import kernel_name
 from cupy_flash.cli.records.report import Row
 from cupy_flash.families import FAMILIES
 from cupy_flash.planning.planner import Plan, make_plan, plan_tile
+from cupy_flash.problem.arrays import ArraySpec, Tensors
+from cupy_flash.problem.backward import with_tangents
 from cupy_flash.problem.device import device_for_arch
+from cupy_flash.problem.gradient import ROWS
+from cupy_flash.problem.problem import Problem
 
-# Families by their name in records, which includes the direction.
+# Families, and directions, by the name of the family in records, which includes the direction.
 FAMILY_BY_NAME = {
     kernel_name(name, direction): family
     for direction, families in FAMILIES.items()
     for name, family in families.items()
+}
+_DIRECTIONS = {
+    kernel_name(name, direction): direction
+    for direction, families in FAMILIES.items()
+    for name in families
 }
 # Beginnings of the titles of the chosen units that belong to no family.
 _OTHERS = (
@@ -46,18 +55,30 @@ class Kernel:
     tile
         Names and values of the tile's fields, or the title of a unit of no family.
     case
-        Case that the unit computes; None for a unit of no family.
+        Case that the unit computes; None for a unit of no family. Tangents and sums of weights are
+        those of a forward case.
+    wrt
+        Inputs other than q, k and v whose gradients a backward unit computes.
     """
 
     arch: int
     family: str
     tile: tuple[tuple[str, int], ...] | str
     case: Case | None
+    wrt: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, arch: int, family: str, tile: Mapping[str, int], case: Case) -> Kernel:
+    def of(
+        cls,
+        arch: int,
+        family: str,
+        tile: Mapping[str, int],
+        case: Case,
+        wrt: tuple[str, ...] = (),
+    ) -> Kernel:
         # The lengths of sequences do not affect the unit.
-        return cls(arch, family, tuple(tile.items()), dataclasses.replace(case, lengths=None))
+        case = dataclasses.replace(case, lengths=None)
+        return cls(arch, family, tuple(tile.items()), case, wrt)
 
     def plan(self) -> Plan:
         """Return the plan that launches the unit, which must belong to a family."""
@@ -65,7 +86,8 @@ class Kernel:
         family = FAMILY_BY_NAME[self.family]
         tile = family.tile_type(**dict(self.tile))
         device = device_for_arch(self.arch)
-        return plan_tile(family, self.case.problem(), device, tile, reason="")
+        problem = problem_of(self.case, _DIRECTIONS[self.family], self.wrt)
+        return plan_tile(family, problem, device, tile, reason="")
 
     def job(self) -> Job:
         """Return the job that compiles the unit."""
@@ -82,14 +104,43 @@ class Kernel:
         usual = {field.name: field.default for field in dataclasses.fields(Case)} | {"mods": None}
         given = self.case.as_record()
         case = {name: value for name, value in given.items() if value != usual[name]}
-        return {"arch": self.arch, "family": self.family, "tile": dict(self.tile), "case": case}
+        row = {"arch": self.arch, "family": self.family, "tile": dict(self.tile), "case": case}
+        return row | {"wrt": self.wrt} if self.wrt else row
 
     @classmethod
     def from_json(cls, row: Row) -> Kernel:
         if "case" not in row:
             return cls(row["arch"], row["family"], row["title"], None)
         mods = CaseMods.parse(row["case"].get("mods", ""))
-        return cls.of(row["arch"], row["family"], row["tile"], Case(**row["case"] | {"mods": mods}))
+        case = Case(**row["case"] | {"mods": mods})
+        return cls.of(row["arch"], row["family"], row["tile"], case, tuple(row.get("wrt", ())))
+
+
+def problem_of(case: Case, direction: str, wrt: tuple[str, ...] = ()) -> Problem:
+    """Return the problem of a case; see `Kernel` for `wrt`.
+
+    A benchmark case is forward or backward. The other problems are made of both.
+    """
+    problem = case.problem()
+    if direction == "backward":
+        gradient = problem.gradient_spec
+        return dataclasses.replace(
+            problem, gradient=dataclasses.replace(gradient, wrt=(*gradient.wrt, *wrt))
+        )
+    if direction == "forward":
+        return problem
+    # The others need the derivatives of modifications.
+    backward = dataclasses.replace(case, direction="backward").problem()
+    problem = dataclasses.replace(problem, score=backward.score)
+    if direction == "lse":
+        return dataclasses.replace(problem, discards_out=True)
+    if direction == "received":
+        tensors = Tensors(**{name: problem.tensors[name] for name in ("q", "k")})
+        return dataclasses.replace(problem, tensors=tensors, received="heads")
+    shapes = case.bshd_shapes
+    specs = (ArraySpec.contiguous(shape, case.dtype) for shape in shapes)
+    out = ArraySpec.contiguous((*shapes[0][:3], case.head_dim_v), case.dtype)
+    return with_tangents(problem, dict(zip(ROWS, specs, strict=True)), out)
 
 
 def representative() -> list[Kernel]:
@@ -103,15 +154,25 @@ def representative() -> list[Kernel]:
         found += [Kernel(arch, *other, None) for other in others[first::2]]
     for arch in (75, 86, 89, 100):
         found += [_kernel(arch, case) for case in _FEW]
-    found += itertools.chain(_mma(), _hopper(), _decode(), _simt(), _naive(), _gradients())
+    found += itertools.chain(_mma(), _hopper(), _decode(), _simt(), _naive())
+    found += itertools.chain(_gradients(), _sink_gradients(), _tangents(), _received())
     return list(dict.fromkeys(found))
 
 
 def _kernel(arch: int, case: Case, family: str | None = None, **tile: int) -> Kernel:
     """Return a kernel with the tile that the planner chooses, except for the fields in `tile`."""
-    plan = make_plan(case.problem(), device_for_arch(arch), family=family)
-    name = kernel_name(plan.family, case.direction)
-    return Kernel.of(arch, name, dataclasses.asdict(plan.tile) | tile, case)
+    found = _default_kernel(arch, case, family, case.direction)
+    return dataclasses.replace(found, tile=tuple((dict(found.tile) | tile).items()))
+
+
+def _default_kernel(
+    arch: int, case: Case, family: str | None, direction: str, wrt: tuple[str, ...] = ()
+) -> Kernel:
+    """Return a kernel with the tile that the planner chooses."""
+    problem = problem_of(case, direction, wrt)
+    plan = make_plan(problem, device_for_arch(arch), family=family)
+    name = kernel_name(plan.family, direction)
+    return Kernel.of(arch, name, dataclasses.asdict(plan.tile), case, wrt)
 
 
 def _dense(dtype: str, dims: tuple[int, int], causal: bool = False, **more: Any) -> Case:
@@ -287,3 +348,46 @@ def _gradients() -> Iterator[Kernel]:
         (100, "simt", _packed("float64", (80, 80))),
     ):
         yield _kernel(arch, dataclasses.replace(case, direction="backward"), family)
+
+
+def _sink_gradients() -> Iterator[Kernel]:
+    sinks = CaseMods(sinks=True)
+    for arch, family, case in (
+        (90, "hopper", _dense("bfloat16", (128, 128), True, mods=sinks)),
+        (90, "hopper", _dense("float16", (64, 64), mods=CaseMods(sinks=True, dropout=0.1))),
+        (80, "mma", dataclasses.replace(_packed("float16", (64, 64), True), mods=sinks)),
+        (75, "simt", _dense("float32", (64, 64), mods=sinks)),
+    ):
+        case = dataclasses.replace(case, direction="backward")
+        yield _default_kernel(arch, case, family, "backward", ("sinks",))
+
+
+def _tangents() -> Iterator[Kernel]:
+    mods = CaseMods(softcap=20.0, sinks=True)
+    for arch, family, case in (
+        (90, "hopper", _dense("bfloat16", (128, 128), True)),
+        (90, "hopper", _dense("float16", (64, 64))),
+        (90, "mma", _dense("bfloat16", (128, 128), True)),
+        (80, "mma", _dense("float16", (64, 64))),
+        (90, "mma", _packed("bfloat16", (64, 64), True)),
+        (120, "mma", _dense("bfloat16", (80, 40), mods=mods)),
+        (75, "simt", _dense("float32", (64, 64), True)),
+        (86, "simt", _packed("float64", (64, 64))),
+    ):
+        yield _default_kernel(arch, case, family, "tangent")
+
+
+def _received() -> Iterator[Kernel]:
+    mods = CaseMods(softcap=20.0, sinks=True)
+    for arch, family, case in (
+        (90, "hopper", _dense("bfloat16", (128, 128), True)),
+        (90, "hopper", _dense("float16", (64, 64))),
+        (90, "mma", _dense("bfloat16", (128, 128), True)),
+        (80, "mma", _dense("float16", (64, 64))),
+        (120, "mma", _dense("bfloat16", (80, 80), mods=mods)),
+        (75, "simt", _dense("float32", (64, 64), True)),
+        (86, "simt", _dense("float64", (64, 64))),
+    ):
+        yield _default_kernel(arch, case, family, "received")
+    for dtype, dim, causal in (("bfloat16", 128, True), ("float16", 64, False)):
+        yield _default_kernel(90, _dense(dtype, (dim, dim), causal), "hopper_lse", "lse")

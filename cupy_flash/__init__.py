@@ -18,7 +18,11 @@ from cupy_flash.api.jvp import flash_attention_jvp, flash_attention_varlen_jvp
 from cupy_flash.api.kvcache import flash_attention_with_kvcache
 from cupy_flash.api.plan import plan, plan_backward, plan_varlen, plan_with_kvcache
 from cupy_flash.api.quantize import quantize_kv
-from cupy_flash.api.received import attention_received
+from cupy_flash.api.received import (
+    attention_received,
+    attention_received_varlen,
+    attention_received_with_kvcache,
+)
 from cupy_flash.api.rotary import apply_rotary, apply_rotary_vjp
 from cupy_flash.api.scaled_dot_product import scaled_dot_product_attention
 from cupy_flash.api.varlen import flash_attention_varlen
@@ -42,7 +46,12 @@ from cupy_flash.reference.packed_gradients import attention_varlen_backward_refe
 from cupy_flash.reference.packed_hessian_products import attention_varlen_hvp_reference
 from cupy_flash.reference.packed_tangents import attention_varlen_jvp_reference
 from cupy_flash.reference.tangents import attention_jvp_reference
-from cupy_flash.reference.weights import attention_weights, plot_attention
+from cupy_flash.reference.weights.chosen import attention_weights
+from cupy_flash.reference.weights.chosen_of_sequences import (
+    attention_weights_varlen,
+    attention_weights_with_kvcache,
+)
+from cupy_flash.reference.weights.picture import plot_attention
 
 __version__ = "0.1.0"
 
@@ -62,12 +71,16 @@ __all__ = [
     "attention_hvp_reference",
     "attention_jvp_reference",
     "attention_received",
+    "attention_received_varlen",
+    "attention_received_with_kvcache",
     "attention_reference",
     "attention_varlen_backward_reference",
     "attention_varlen_hvp_reference",
     "attention_varlen_jvp_reference",
     "attention_varlen_reference",
     "attention_weights",
+    "attention_weights_varlen",
+    "attention_weights_with_kvcache",
     "attention_with_kvcache_reference",
     "check_mod",
     "combine",

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from support import wrong_numbers
 from support.calls import float8_support, row_statistics
+from support.calls.feature_calls import FeatureCall, feature_call
 from support.calls.float8_support import Float8Case
 from support.calls.latent_support import LATENT, check_latent
 from support.calls.modified_calls import KINDS, ModifiedCall, padded_call, random_call
@@ -386,6 +387,23 @@ def call_backward(case: GradientCall, family: str | None) -> None:
             call_backward(case, None)
 
 
+def feature_calls() -> Iterator[tuple[FeatureCall, str]]:
+    """Yield calls with dropout, of tangents and of received weights, by each family and dtype."""
+    # The families with gradients serve dropout.
+    directions = {"dropout": "backward", "dropout gradients": "backward"}
+    directions |= {"tangents": "tangent", "packed tangents": "tangent", "received": "received"}
+    calls = (
+        (feature, family, dtype)
+        for feature, direction in directions.items()
+        for family, dtype in itertools.product(FAMILIES[direction], DTYPES)
+    )
+    for number, (feature, family, dtype) in enumerate(calls):
+        # One seed may draw a call with dropout, whose weights no kernel sums.
+        for each in range(2 if feature == "received" else 1):
+            seed = 2 * number + each
+            yield feature_call(feature, dtype, seed, seed, longest=(150, 200)), family
+
+
 def quantized_calls() -> Iterator[QuantizedCase]:
     """Yield calls with 8-bit caches: all dtypes and scales, paged or not, and packed queries."""
     for number, (cache_dtype, page_size) in enumerate(itertools.product(CACHE_DTYPES, (0, 16))):
@@ -473,6 +491,10 @@ GROUPS: dict[str, tuple[str, Callable[[], Iterable[Named]]]] = {
         lambda: _named(call_statistics, modified_calls()),
     ),
     "backward": ("backward calls", lambda: _named(call_backward, backward_calls())),
+    "features": (
+        "calls with dropout, of tangents and of received weights",
+        lambda: _named(lambda case, family: case.check(cupy, family), feature_calls()),
+    ),
     "quantized": (
         "calls with 8-bit keys and values",
         lambda: _named(check_on_gpu, quantized_calls()),

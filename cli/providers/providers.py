@@ -32,7 +32,7 @@ from cupy_flash.reference.gradients import backward_naive
 from cupy_flash.reference.packed_gradients import backward_varlen_naive
 from cupy_flash.reference.rows import CHUNK_BYTES
 
-from ..cases.cases import Case
+from ..cases.cases import DIRECTIONS, Case
 from ..cases.inputs import Inputs, can_share_pages, random_inputs
 from ..cases.mod_arguments import restricted
 from ..cases.sequences import equal_length_case, rows_in_call, sequence_of
@@ -46,8 +46,8 @@ from .contract import Prepared, Provider, TileFields
 PAGE_SIZES = (1, 16, 64)
 # 8-bit dtypes of caches, and their short names in the names of providers.
 CACHE_DTYPES = {"float8_e4m3fn": "float8", "int8": "int8"}
-# Names of all kernel families, of both directions.
-FAMILY_NAMES = tuple(dict.fromkeys(name for families in FAMILIES.values() for name in families))
+# Names of the kernel families of the directions that cases have.
+FAMILY_NAMES = tuple(dict.fromkeys(name for way in DIRECTIONS for name in FAMILIES[way]))
 # Number of temporary arrays in the naive formula of gradients, each as large as a chunk of scores.
 _GRADIENT_TEMPORARIES = 10
 

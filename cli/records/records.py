@@ -94,7 +94,7 @@ def kernels(record: Record) -> set[tuple[str, str, str]]:
     }
     # The scripts in benchmarks/ store digests under these keys.
     named |= {(name, "forward", head.get(f"{name}_digest")) for name in FORWARD}
-    for direction in ("backward", "tangent"):
+    for direction in ("backward", "tangent", "received", "lse"):
         families = FAMILIES[direction]
         named |= {(name, direction, head.get(f"{name}_{direction}_digest")) for name in families}
     return {(name, direction, digest) for name, direction, digest in named if name and digest}

@@ -254,11 +254,23 @@ class TangentArguments(NamedTuple):
 
 
 class ReceivedArguments(NamedTuple):
-    """Arrays of a call that sums attention weights over queries; `lse` is from the forward call."""
+    """Arrays of a call that sums attention weights over queries; None for an absent array.
+
+    `lse` is a result of the forward call. The keys are either `k` or `k_cache`. `cache_seqlens` is
+    None if one integer gives the length of every cached sequence.
+    """
 
     q: Any = None
     k: Any = None
     lse: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    seqused_k: Any = None
+    block_table: Any = None
+    k_scale: Any = None
+    k_cache: Any = None
+    cache_seqlens: Any = None
+    cache_batch_idx: Any = None
 
     def key_arrays(self, options: Options) -> tuple[Any, ...]:
         """Return all arrays."""
@@ -269,8 +281,9 @@ class ReceivedArguments(NamedTuple):
         return {}
 
     def require_given(self, options: Options) -> None:
-        """Raise TypeError if an array is None."""
-        require_arrays(self, self._fields[:_FIXED_OF_RECEIVED])
+        """Raise TypeError if an array other than lse is None that calls of this kind need."""
+        names = (name for name in _REQUIRED[options.kind] if name not in _VALUE_ARGUMENTS)
+        require_arrays(self, names)
 
     @property
     def like(self) -> Any:
@@ -285,7 +298,8 @@ class ReceivedArguments(NamedTuple):
     @property
     def forward(self) -> Arguments:
         """Record of the arrays of a forward call, whose values are the keys."""
-        plain = Arguments(q=self.q, k=self.k, v=self.k)
+        given = {name: getattr(self, name) for name in ReceivedArguments._fields if name != "lse"}
+        plain = Arguments(**given, v=self.k, v_cache=self.k_cache)
         names = self._fields[_FIXED_OF_RECEIVED:]
         return append_arrays(plain, names, self.modification_arrays) if names else plain
 

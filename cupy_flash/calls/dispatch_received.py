@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from cupy_flash.arrays.kinds import read
 from cupy_flash.arrays.streams import on_stream
-from cupy_flash.arrays.strided import is_cupy
-from cupy_flash.calls.arguments import Arguments, ReceivedArguments
-from cupy_flash.calls.dispatch import Computation, attention, run
+from cupy_flash.arrays.strided import dtype_name, is_cupy
+from cupy_flash.calls.arguments import CACHES, ReceivedArguments
+from cupy_flash.calls.check.lengths import check_contents
+from cupy_flash.calls.check.received import check_received_call
+from cupy_flash.calls.conversions import converted
+from cupy_flash.calls.dispatch import Computation, as_planned, attention, run
 from cupy_flash.calls.gpu.received import RECEIVED
 from cupy_flash.calls.options import Options
+from cupy_flash.errors import UnsupportedError
+from cupy_flash.problem.arrays import LARGEST_QUANTIZED
 
 _RECEIVED = Computation(RECEIVED, None)
 # Number of columns of the values of a forward pass whose output is not needed.
@@ -19,33 +26,69 @@ _COLUMNS = 16
 
 
 def on_gpu(
-    q: Any,
-    k: Any,
-    lse: Any,
+    arguments: ReceivedArguments,
     options: Options,
     modifications: Mapping[str, Any],
+    keys: int = 0,
     stream: Any | None = None,
 ) -> Any | None:
-    """Return the sums of weights of a dense call.
+    """Return the sums of weights, or None if no kernel computes them.
 
-    The result is None if q is not on a GPU, or the call has dropout: then no kernel computes it.
+    Kernels compute calls on a GPU without dropout and without 8-bit keys. A cache of float32 or
+    float64 needs pages of a multiple of 16 rows.
 
     Parameters
     ----------
-    q, k, lse
-        Queries, keys, and the log-sum-exp of the forward call, or None to compute it.
-    options, modifications, stream
+    arguments
+        Arrays of the call. Without `lse`, a forward pass computes it first.
+    options, modifications, keys, stream
         See `cupy_flash.calls.dispatch.attention`; the options have `received`.
     """
     if stream is not None:
-        with on_stream(stream, q):
-            return on_gpu(q, k, lse, options, modifications)
-    if modifications.get("dropout_p") or not is_cupy(read("q", q)):
+        with on_stream(stream, arguments.q):
+            return on_gpu(arguments, options, modifications, keys)
+    if modifications.get("dropout_p") or not is_cupy(read("q", arguments.q)):
         return None
-    if lse is None:
-        forward = options._replace(return_lse=True, received=None)
-        values = k[..., : min(_COLUMNS, k.shape[-1])]
-        _, lse = attention(Arguments(q, k, values), forward, "auto", 0, modifications)
-    arguments = ReceivedArguments(q, k, lse)
-    (result,) = run(_RECEIVED, arguments, options, "auto", 0, modifications)
+    of_keys, of_values = ("k", "v") if arguments.k_cache is None else CACHES
+    stored = getattr(arguments, of_keys)
+    if dtype_name(read(of_keys, stored)) in LARGEST_QUANTIZED:
+        return None
+    if arguments.lse is None:
+        forward = options._replace(return_lse=True, received=None, discards_out=True)
+        values = stored[..., : min(_COLUMNS, stored.shape[-1])]
+        inputs = arguments.forward._replace(**{of_values: values})
+        _, lse = attention(inputs, forward, "auto", keys, modifications)
+        arguments = arguments._replace(lse=lse)
+    try:
+        (result,) = run(_RECEIVED, arguments, options, "auto", keys, modifications)
+    except UnsupportedError:
+        # The caller has no other choice of a family than the planner.
+        if options.family is not None or arguments.block_table is None:
+            raise
+        return None
     return result
+
+
+def require_valid(
+    arguments: ReceivedArguments,
+    options: Options,
+    modifications: Mapping[str, Any],
+    keys: int = 0,
+    stream: Any | None = None,
+) -> None:
+    """Raise an error for arguments of a packed or cached call that a kernel would refuse.
+
+    The contents of lengths, offsets and indices are checked in host memory only.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError
+        If an argument is wrong; the message names it.
+    """
+    arguments.require_given(options)
+    with on_stream(stream, arguments.q):
+        arguments, options = as_planned(arguments, options, modifications)
+        arguments = converted(arguments, options)
+        problem, _ = check_received_call(arguments, options)
+        if isinstance(arguments.q, np.ndarray):
+            check_contents(arguments.forward, options, problem, keys)

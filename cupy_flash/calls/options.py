@@ -48,8 +48,10 @@ class Options(NamedTuple):
     return_max_logits: bool = False
     return_entropy: bool = False
     # Sums of weights over queries: "heads" or "groups" (see `Problem.received`), and the first of
-    # the queries and the one after the last.
+    # the queries of each sequence and the one after the last. Negative indices count from the end.
     received: tuple[str, int, int] | None = None
+    # Whether only lse is needed, so that out may stay unwritten.
+    discards_out: bool = False
 
     @property
     def statistics(self) -> tuple[str, ...]:

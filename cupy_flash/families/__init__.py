@@ -6,7 +6,13 @@ from typing import Any
 
 from cupy_flash.families.contract import Family, TranslationUnit
 from cupy_flash.families.decode import DecodeFamily
-from cupy_flash.families.hopper import HopperBackwardFamily, HopperFamily
+from cupy_flash.families.hopper import (
+    HopperBackwardFamily,
+    HopperFamily,
+    HopperLseFamily,
+    HopperReceivedFamily,
+    HopperTangentFamily,
+)
 from cupy_flash.families.mma.backward import MmaBackwardFamily
 from cupy_flash.families.mma.forward import MmaFamily
 from cupy_flash.families.mma.received import MmaReceivedFamily
@@ -17,18 +23,26 @@ from cupy_flash.families.simt.forward import SimtFamily
 from cupy_flash.families.simt.received import SimtReceivedFamily
 from cupy_flash.families.simt.tangents import SimtTangentFamily
 
+FORWARD: dict[str, Family[Any]] = {
+    family.name: family
+    for family in (DecodeFamily(), HopperFamily(), MmaFamily(), SimtFamily(), NaiveFamily())
+}
 FAMILIES: dict[str, dict[str, Family[Any]]] = {
-    "forward": {
-        family.name: family
-        for family in (DecodeFamily(), HopperFamily(), MmaFamily(), SimtFamily(), NaiveFamily())
-    },
+    "forward": FORWARD,
+    # Forward calls whose output is not needed.
+    "lse": {family.name: family for family in (HopperLseFamily(), *FORWARD.values())},
     "backward": {
         family.name: family
         for family in (HopperBackwardFamily(), MmaBackwardFamily(), SimtBackwardFamily())
     },
-    "tangent": {family.name: family for family in (MmaTangentFamily(), SimtTangentFamily())},
-    "received": {family.name: family for family in (MmaReceivedFamily(), SimtReceivedFamily())},
+    "tangent": {
+        family.name: family
+        for family in (HopperTangentFamily(), MmaTangentFamily(), SimtTangentFamily())
+    },
+    "received": {
+        family.name: family
+        for family in (HopperReceivedFamily(), MmaReceivedFamily(), SimtReceivedFamily())
+    },
 }
-FORWARD = FAMILIES["forward"]
 
 __all__ = ["FAMILIES", "FORWARD", "Family", "TranslationUnit"]

@@ -115,6 +115,7 @@ def _params_dtype(
 # C++ type of the argument struct of each direction.
 _STRUCTS = {
     "forward": "Params",
+    "lse": "Params",
     "backward": "GradientParams",
     "tangent": "TangentParams",
     "received": "ReceivedParams",

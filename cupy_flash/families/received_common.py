@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-from cupy_flash.families.contract import (
-    MAX_GRID,
-    ceil_div,
-    heads_in_l2,
-    why_not_dropout,
-)
+from cupy_flash.families.contract import MAX_GRID, ceil_div, heads_in_l2
 from cupy_flash.families.schedule import MAIN_ENTRY, Launch, Schedule
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
-
-
-def why_not(problem: Problem) -> str | None:
-    """Return why no such family serves the problem, or None if some may."""
-    if problem.layout.kind not in ("dense", "padded"):
-        return "does not sum the weights of packed sequences and caches"
-    return why_not_dropout(problem)
 
 
 def _blocks(problem: Problem, Bc: int) -> int:
@@ -50,7 +38,8 @@ def config(problem: Problem) -> dict[str, int | bool]:
     return {
         "grouped": problem.received == "groups",
         "has_seqlens": not problem.layout.is_dense,
-        "packed": False,
+        "packed": problem.layout.packed_k,
+        "page_size": problem.layout.page_size,
         "may_mask_pairs": problem.score is not None and problem.score.conceals,
         "has_one_key_rows": False,
         "has_dlse": False,

@@ -25,6 +25,8 @@ _TYPES = {
     "tangents": "TangentParams",
     "received": "ReceivedParams",
     "maps": "TensorMaps",
+    "score_maps": "ScoreMaps",
+    "tangent_maps": "TangentMaps",
     "biased_maps": "BiasedTensorMaps",
     "mla_maps": "MlaTensorMaps",
     "gradient_maps": "GradientMaps",
@@ -42,6 +44,9 @@ _ARGUMENTS = (
     ("gradients",),
     ("tangents",),
     ("received",),
+    ("score_maps", "params"),
+    ("score_maps", "received"),
+    ("tangent_maps", "tangents"),
     ("gradient_maps", "gradients"),
     ("bias_gradient_maps", "gradients"),
 )
@@ -108,8 +113,9 @@ class Launch:
         "biased_maps" with the bias, "mla_maps" for MLA), and "params" (`params.py`), which is
         "quantized_params" for an 8-bit KV cache and "float8_params" for float8 inputs. Backward:
         the tensor maps, if any ("gradient_maps", or "bias_gradient_maps" with the bias), and
-        "gradients". Tangents: "tangents".
-        Sums of weights: "received".
+        "gradients". Tangents: the tensor maps, if any ("tangent_maps"), and "tangents". Sums of
+        weights: the tensor maps, if any ("score_maps"), and "received". A log-sum-exp without
+        output: "score_maps" and "params".
     source
         File that contains the function, if it is not the family's own `.cu`.
     """

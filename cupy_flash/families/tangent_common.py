@@ -37,6 +37,7 @@ def schedule(
     threads: int,
     shared_memory: int,
     min_blocks: int = 1,
+    arguments: tuple[str, ...] = ("tangents",),
 ) -> Schedule:
     """Return the schedule of the only kernel, with a thread block for each query tile of Br rows.
 
@@ -44,7 +45,7 @@ def schedule(
     """
     grid = (_blocks(problem, Br), 1, 1)
     main = Launch(
-        *(MAIN_ENTRY, function, grid, threads, shared_memory, min_blocks), arguments=("tangents",)
+        *(MAIN_ENTRY, function, grid, threads, shared_memory, min_blocks), arguments=arguments
     )
     return Schedule((main,), section_heads=heads_in_l2(problem, device))
 

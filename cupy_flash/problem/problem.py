@@ -98,6 +98,8 @@ class Problem:
     received
         What the sums of weights over queries are for, "heads" (query heads) or "groups" (the query
         heads of a KV head together); empty for a call that does not compute these sums.
+    discards_out
+        Whether only the log-sum-exp of a forward call is needed, so that out may stay unwritten.
     """
 
     dtype: str
@@ -121,6 +123,7 @@ class Problem:
     moves: tuple[str, ...] = ()
     statistics: tuple[str, ...] = ()
     received: str = ""
+    discards_out: bool = False
 
     @property
     def gradient_spec(self) -> GradientSpec:
@@ -130,11 +133,13 @@ class Problem:
 
     @property
     def direction(self) -> str:
-        """Direction of the computation: "forward", "backward", "tangent" or "received"."""
+        """Direction of the computation, one of the keys of `cupy_flash.families.FAMILIES`."""
         if self.received:
             return "received"
         if self.moves:
             return "tangent"
+        if self.discards_out:
+            return "lse"
         return "forward" if self.gradient is None else "backward"
 
     @property

@@ -167,7 +167,7 @@ def attention_varlen_reference(
             places = (
                 np.arange(len(k)) if table is None else paged_rows(table[sequence.b], *k.shape[:2])
             )
-            k_own, v_own = (_standing_for(x, scale, places[keys]) for x, scale in stored)
+            k_own, v_own = (standing_for(x, scale, places[keys]) for x, scale in stored)
             one = q[rows], k_own, v_own
             one_result = _sequence_result(
                 *one, causal, softmax_scale, bound_mods, sequence, return_entropy
@@ -347,13 +347,8 @@ def attention_with_kvcache_reference(
         )
         xp = array_module(q)
         batch, seqlen_q, heads_q, _ = q.shape
-        lengths = np.broadcast_to(integers(cache_seqlens), (batch,))
-        if block_table is not None:
-            places = [paged_rows(row, *k_cache.shape[:2]) for row in block_table]
-        else:
-            caches = np.arange(batch) if cache_batch_idx is None else integers(cache_batch_idx)
-            places = cached_rows(caches, *k_cache.shape[:2])
-        before = [min(max(n, 0), len(p)) for n, p in zip(lengths.tolist(), places, strict=True)]
+        places = places_of_sequences(k_cache, batch, cache_batch_idx, block_table)
+        before = lengths_in_cache(cache_seqlens, places)
         new_k, new_v = (_of_sequences(x, cu_seqlens_k_new) for x in (k, v))
         if rotary_cos is not None:
             starts = before if rotary_seqlens is None else integers(rotary_seqlens)
@@ -386,14 +381,12 @@ def attention_with_kvcache_reference(
         out = xp.empty((batch, seqlen_q, heads_q, v_cache.shape[-1]), np.float64)
         lse, max_logits = xp.empty((2, batch, heads_q, seqlen_q), np.float64)
         entropy = xp.empty_like(lse) if return_entropy else None
-        refuse_other_lengths(modifications.get, "kvcache")
-        changes = refuse_dropout(modifications, "calls on KV caches")
-        capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-        sizes = Sizes(dtype_name(q), batch, heads_q, seqlen_q, capacity)
-        bound_mods = fitting_modifications(changes, q, sizes, causal=causal)
+        bound_mods = cache_modifications(
+            modifications, q, capacity_of(k_cache, block_table), causal=causal
+        )
         for b in range(batch):
             own = places[b][: after[b]]
-            one = q[b], _standing_for(k_cache, k_scale, own), _standing_for(v_cache, v_scale, own)
+            one = q[b], standing_for(k_cache, k_scale, own), standing_for(v_cache, v_scale, own)
             sequence = FIRST_PAIR._replace(b=b)
             out[b], lse[b], max_logits[b], of_entropy = _sequence_result(
                 *one, causal, softmax_scale, bound_mods, sequence, return_entropy
@@ -407,6 +400,38 @@ def attention_with_kvcache_reference(
         return (result, *map(convert, statistics)) if statistics else result
 
 
+def places_of_sequences(
+    k_cache: Any, batch: int, cache_batch_idx: Any, block_table: Ints | None
+) -> list[Ints]:
+    """Return, for each sequence, the row index of each position in its cache or its pages."""
+    if block_table is not None:
+        return [paged_rows(row, *k_cache.shape[:2]) for row in block_table]
+    caches = np.arange(batch) if cache_batch_idx is None else integers(cache_batch_idx)
+    return cached_rows(caches, *k_cache.shape[:2])
+
+
+def lengths_in_cache(cache_seqlens: Any, places: list[Ints]) -> list[int]:
+    """Return the number of rows of each sequence, clamped to the rows that it may have."""
+    lengths = np.broadcast_to(integers(cache_seqlens), (len(places),)).tolist()
+    return [min(max(n, 0), len(p)) for n, p in zip(lengths, places, strict=True)]
+
+
+def capacity_of(k_cache: Any, block_table: Ints | None) -> int:
+    """Return the largest number of rows that a sequence may have."""
+    return int(k_cache.shape[1] * (1 if block_table is None else block_table.shape[1]))
+
+
+def cache_modifications(
+    modifications: Mapping[str, Any], q: Any, capacity: int, *, causal: bool
+) -> BoundModifications:
+    """Return the modifications of a call on a KV cache; see `fitting_modifications`."""
+    batch, seqlen_q, heads_q, _ = q.shape
+    refuse_other_lengths(modifications.get, "kvcache")
+    changes = refuse_dropout(modifications, "calls on KV caches")
+    sizes = Sizes(dtype_name(q), batch, heads_q, seqlen_q, capacity)
+    return fitting_modifications(changes, q, sizes, causal=causal)
+
+
 def _of_sequences(new: Any, cu_seqlens_k_new: Any) -> list[Any]:
     """Return the new rows of each sequence, (seqlen_new, heads_kv, dim); [] without new rows."""
     if new is None:
@@ -417,7 +442,7 @@ def _of_sequences(new: Any, cu_seqlens_k_new: Any) -> list[Any]:
     return [new[begin : max(begin, end)] for begin, end in itertools.pairwise(starts)]
 
 
-def _standing_for(blocks: Any, scale: Any, rows: Ints) -> Any:
+def standing_for(blocks: Any, scale: Any, rows: Ints) -> Any:
     """Return rows of keys or values; 8-bit rows are multiplied by their scales (None means 1)."""
     own = take(flat(blocks), rows)
     if dtype_name(blocks) not in LARGEST_QUANTIZED:

@@ -23,12 +23,12 @@ struct SimtReceived {
   using Softmax = SoftmaxBackward<Config, queries_per_thread, keys_per_thread, ReceivedParams>;
   using Shared = typename Products::Shared;
   static_assert(sizeof(Shared) == Config::shared_memory, "as the host planned");
+  static_assert(Config::page_size % Bc == 0, "the keys of a tile lie in one page");
 
   const ReceivedParams& p;
-  const int batch;
-  const int head_kv;
-  const int begin;  // first key
+  const KeyTile keys;
   const Sequence sequence;
+  const CountedQueries counted;
   const Mask<Config> mask;
   Shared& shared;
   const int x = Products::x();
@@ -37,61 +37,73 @@ struct SimtReceived {
   T scores[keys_per_thread][queries_per_thread];
   T sums[keys_per_thread] = {};
 
-  __device__ void run(int first_head, int last_head) {
-    if (begin < sequence.seqlen_k) {
-      const QueryTileRange tiles = query_tile_range<Br>(
-          mask, begin, min(begin + Bc, sequence.seqlen_k), sequence.seqlen_q);
-      const int first = max(tiles.begin, p.first_query / Br);
-      const int last = min(tiles.end, ceil_div(p.last_query, Br));
-      for (int head = first_head; head < last_head; ++head) {
+  __device__ void run() {
+    if (keys.begin < sequence.seqlen_k) {
+      const QueryTileRange tiles =
+          query_tile_range<Br>(mask, keys.begin, min(keys.begin + Bc, sequence.seqlen_k),
+                               sequence.seqlen_q);
+      const int first = max(tiles.begin, counted.begin / Br);
+      const int last = min(tiles.end, ceil_div(counted.end, Br));
+      for (int head = keys.first_head; head < keys.last_head; ++head) {
         for (int tile = first; tile < last; ++tile) process_tile(head, tile * Br);
       }
     }
-    write(first_head);
+    write();
   }
 
  private:
+  // Computes S^T of the tile's keys and the queries from `query` on.
+  __device__ void multiply(int head, int query) {
+    const HeadRows<Element> queries = query_rows<Element>(p.q, sequence, head);
+    if constexpr (Config::page_size > 0) {
+      const auto first = paged_keys<Config>(p, sequence, keys).at(keys.begin);
+      const int count = first.exists ? sequence.seqlen_k - keys.begin : 0;
+      Products::template multiply<Config::head_dim>(
+          scores, shared, {first.begin, p.k.row_stride, count}, 0, queries, query);
+    } else {
+      Products::template multiply<Config::head_dim>(
+          scores, shared, key_rows<Element>(p.k, sequence, keys.head_kv), keys.begin, queries,
+          query);
+    }
+  }
+
   __device__ void process_tile(int head, int query) {
-    Products::template multiply<Config::head_dim>(
-        scores, shared, key_rows<Element>(p.k, sequence, head_kv), begin,
-        query_rows<Element>(p.q, sequence, head), query);
+    multiply(head, query);
     const auto row_of = [&](int r) { return query + x + r * side; };
     T lse[queries_per_thread];
 #pragma unroll
     for (int r = 0; r < queries_per_thread; ++r) {
-      lse[r] = counted_lse_log2<Config>(p, sequence, head, row_of(r));
+      lse[r] = counted_lse_log2<Config>(p, sequence, counted, head, row_of(r));
     }
     T partial[keys_per_thread] = {};
     const Softmax softmax = {p,     mask,
-                             sequence, batch,
+                             sequence, keys.batch,
                              head,  T(signed_scale<Config, double>(p) *
                                       SoftmaxMath<double>::log2_e)};
     softmax.template for_each_pair<true, false>(
-        row_of, begin + y,
+        row_of, keys.begin + y,
         [&](int r) {
           return RowStats<T>{lse[r], 0};
         },
         [&](int r, int n) -> T& { return scores[n][r]; }, [](int n) { return n * side; },
         [&](int r, int n, bool is_visible, bool, T exponent, T) {
-          const bool counts = row_of(r) >= p.first_query && row_of(r) < p.last_query;
-          partial[n] += is_visible && counts ? SoftmaxMath<T>::exp2(exponent) : T(0);
+          const bool counts = is_visible && counted.contain(row_of(r));
+          partial[n] += counts ? SoftmaxMath<T>::exp2(exponent) : T(0);
         },
         0, queries_per_thread);
 #pragma unroll
     for (int n = 0; n < keys_per_thread; ++n) sums[n] += partial[n];
   }
 
-  __device__ void write(int first_head) {
-    const int heads = Config::grouped ? p.heads_kv : p.heads_q;
-    const int head = Config::grouped ? head_kv : first_head;
-    T* target = static_cast<T*>(p.received) + (int64(batch) * heads + head) * p.seqlen_k;
+  __device__ void write() {
+    const auto target = received_sums<Config, T>(p, sequence, keys);
 #pragma unroll
     for (int n = 0; n < keys_per_thread; ++n) {
       T sum = sums[n];
 #pragma unroll
       for (int bit = 1; bit < side; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
-      const int key = begin + y + n * side;
-      if (x == 0 && key < p.seqlen_k) target[key] = sum;
+      const int key = keys.begin + y + n * side;
+      if (x == 0 && key < target.count) target.begin[key] = sum;
     }
   }
 };
@@ -100,17 +112,13 @@ template <class Config>
 __device__ void simt_received(const ReceivedParams& p) {
   using Kernel = SimtReceived<Config>;
   extern __shared__ __align__(16) unsigned char shared_memory[];
-  const int group = p.heads_q / p.heads_kv;
-  const int heads = Config::grouped ? p.heads_kv : p.heads_q;
-  const int tile = blockIdx.x / (p.batch * heads), batch_head = blockIdx.x % (p.batch * heads);
-  const int batch = batch_head / heads, head = batch_head % heads;
-  const Sequence sequence = sequence_of<Config>(p, batch);
+  const KeyTile keys = KeyTile::of<Config>(p, blockIdx.x);
+  const Sequence sequence = sequence_of<Config>(p, keys.batch);
   Kernel kernel = {p,
-                   batch,
-                   Config::grouped ? head : head / group,
-                   tile * Config::Bc,
+                   keys,
                    sequence,
-                   mask_of<Config>(p, sequence, batch),
+                   CountedQueries::of<Config>(p, sequence, keys.batch),
+                   mask_of<Config>(p, sequence, keys.batch),
                    *reinterpret_cast<typename Kernel::Shared*>(shared_memory)};
-  kernel.run(Config::grouped ? head * group : head, Config::grouped ? (head + 1) * group : head + 1);
+  kernel.run();
 }

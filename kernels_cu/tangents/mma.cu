@@ -12,11 +12,8 @@
 
 #include "backward/simt/products.cuh"
 #include "ptx/base.cuh"
-#include "score/dropout.cuh"
-#include "score/mask.cuh"
 #include "scheduler/tile_coord.cuh"
-#include "tangents/row.cuh"
-#include "tile/access.cuh"
+#include "tangents/fragments.cuh"
 #include "tile/copy.cuh"
 #include "tile/fragments.cuh"
 #include "tile/layout.cuh"
@@ -36,6 +33,9 @@ struct MmaTangents {
   static_assert(row_tiles * 16 * Config::warps == Br && Bc % 16 == 0, "whole fragments");
   static_assert(stages == 1 || stages == 2, "1 or 2 stages");
 
+  using Fragments = TangentFragments<Config, row_tiles>;
+  using Scores = typename Fragments::Scores;
+
   // Whether q, k and v have tangents. If q and k have none, the scores have none, and H is 0.
   static constexpr bool moves_q = Config::moves_q;
   static constexpr bool moves_k = Config::moves_k;
@@ -44,13 +44,12 @@ struct MmaTangents {
 
   // The head dims are padded to the k and the n of an mma; padding is zero in shared memory.
   static constexpr int columns = round_up(Config::head_dim, 16);
-  static constexpr int columns_v = round_up(Config::head_dim_v, 16);
+  static constexpr int columns_v = Fragments::columns_v;
   static constexpr int k_steps = columns / 16;
   static constexpr int key_steps = Bc / 16;
   static constexpr int column_steps = columns_v / 16;
   using KeyLayout = SwizzledRows<Element, columns>;
   using ValueLayout = SwizzledRows<Element, columns_v>;
-  using Scores = float[row_tiles][Bc / 8][4];
 
   // Shared memory: q and its tangent, then stages of k, v and their tangents.
   static constexpr int queries_bytes = Br * KeyLayout::row_bytes;
@@ -64,53 +63,33 @@ struct MmaTangents {
   static_assert(stages_offset + stages * stage_bytes == Config::shared_memory,
                 "as the host planned");
 
-  static constexpr int lane_rows = 2 * row_tiles;  // number of rows that a lane holds pairs of
-  static constexpr int lane_keys = Bc / 4;         // number of keys that a lane holds pairs of
-  using Softmax = SoftmaxBackward<Config, lane_rows, lane_keys, TangentParams>;
-
-  const TangentParams& p;
-  const TileCoord coord;
-  const Sequence sequence;
-  const Mask<Config> mask;
-  const KvTileRange tiles;
+  Fragments fragments;
   const unsigned shared;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  const float scale;
 
   Scores scores;    // S, then P
   Scores tangents;  // S., then H
-  float out[row_tiles][columns_v / 8][4];
-  TangentRow<float, 4, scales_weights<Element>> rows[lane_rows];
+  typename Fragments::Output out;
 
   __device__ MmaTangents(const TangentParams& p, const TileCoord& coord, const Sequence& sequence,
                          unsigned shared)
-      : p(p),
-        coord(coord),
-        sequence(sequence),
-        mask(mask_of<Config>(p, sequence, coord.batch)),
-        tiles(kv_tile_range<Bc, false>(mask, coord.q_begin, q_end(), 0, 1)),
-        shared(shared),
-        scale(signed_scale<Config, float>(p)) {}
+      : fragments(p, coord, sequence, threadIdx.x / 32 * warp_rows), shared(shared) {}
 
   __device__ void run() {
-#pragma unroll
-    for (int r = 0; r < lane_rows; ++r) {
-      rows[r].begin(lse_log2_of<Config>(p, sequence, coord.head, row_of(r)));
-    }
     load_queries();
     process_tiles();
-    if (moves_scores && __syncthreads_or(sum_rows())) {
-#pragma unroll
-      for (int r = 0; r < lane_rows; ++r) rows[r].template restart<Config>(p, coord.head);
+    if (moves_scores && __syncthreads_or(fragments.sum_rows())) {
+      fragments.restart();
       process_tiles();
-      sum_rows();
+      fragments.sum_rows();
     }
-    finish();
+    fragments.write(out);
   }
 
  private:
   __device__ void process_tiles() {
+    const KvTileRange& tiles = fragments.tiles;
     clear(out);
     load(0, tiles.end - 1);
     for (int tile = tiles.end - 1, stage = 0; tile >= tiles.begin; --tile) {
@@ -119,11 +98,7 @@ struct MmaTangents {
       __syncthreads();
       if (stages > 1) load(1 - stage, tile - 1);
       multiply_scores(stage);
-      if (is_masked(tile)) {
-        compute_weights<true>(tile);
-      } else {
-        compute_weights<false>(tile);
-      }
+      fragments.compute_weights(scores, tangents, tile);
       multiply_values(stage);
       if (stages > 1) {
         stage = 1 - stage;
@@ -133,37 +108,6 @@ struct MmaTangents {
       }
     }
     ptx::cp_async_wait_group<0>();
-  }
-
-  // Completes the sums of the lane's rows. Returns whether one of them is inaccurate.
-  __device__ bool sum_rows() {
-    bool is_inaccurate = false;
-#pragma unroll
-    for (int r = 0; r < lane_rows; ++r) {
-      rows[r].add_lanes();
-      is_inaccurate |= rows[r].template is_inaccurate<Config>(p, coord.head);
-    }
-    return is_inaccurate;
-  }
-
-  // Returns one past the last row of the query tile.
-  __device__ int q_end() const { return min(coord.q_begin + Br, sequence.seqlen_q); }
-
-  // Returns the index of the lane's r-th row.
-  __device__ int row_of(int r) const {
-    return coord.q_begin + warp * warp_rows + lane / 4 + r / 2 * 16 + r % 2 * 8;
-  }
-  __device__ static float& element(Scores& values, int r, int n) {
-    return values[r / 2][n / 2][r % 2 * 2 + n % 2];
-  }
-
-  // Returns whether a tile may have masked pairs. Modifications must not be evaluated for rows past
-  // the last one, so a partial query tile is masked, too.
-  __device__ bool is_masked(int tile) const {
-    if (tile >= tiles.full_end) return true;
-    if (Config::modified && q_end() < coord.q_begin + Br) return true;
-    if constexpr (Config::window_left) return tile < mask.template first_full_tile<Bc>(q_end() - 1);
-    return false;
   }
 
   // Starts the loads of `Rows` rows from row `first` on. Rows past the end of `source` become 0.
@@ -178,18 +122,19 @@ struct MmaTangents {
   __device__ void load_queries() {
     const auto start_rows = [&](unsigned target, const Tensor& tensor) {
       start<Br, Config::head_dim, KeyLayout>(
-          target, query_rows<Element>(tensor, sequence, coord.head), coord.q_begin);
+          target, query_rows<Element>(tensor, fragments.sequence, fragments.coord.head),
+          fragments.coord.q_begin);
     };
-    start_rows(shared, p.q);
-    if constexpr (moves_q) start_rows(shared + queries_bytes, p.q_tangent);
+    start_rows(shared, fragments.p.q);
+    if constexpr (moves_q) start_rows(shared + queries_bytes, fragments.p.q_tangent);
   }
 
   // Starts the loads of a KV tile, if there is one.
   __device__ void load(int stage, int tile) {
-    if (tile >= tiles.begin) {
+    if (tile >= fragments.tiles.begin) {
       const unsigned target = shared + stages_offset + stage * stage_bytes;
       const auto rows = [&](const Tensor& tensor) {
-        return key_rows<Element>(tensor, sequence, coord.head_kv);
+        return key_rows<Element>(tensor, fragments.sequence, fragments.coord.head_kv);
       };
       const auto start_keys = [&](int offset, const Tensor& tensor) {
         start<Bc, Config::head_dim, KeyLayout>(target + offset, rows(tensor), tile * Bc);
@@ -197,10 +142,10 @@ struct MmaTangents {
       const auto start_values = [&](int offset, const Tensor& tensor) {
         start<Bc, Config::head_dim_v, ValueLayout>(target + offset, rows(tensor), tile * Bc);
       };
-      start_keys(0, p.k);
-      if constexpr (moves_k) start_keys(k_tangent_offset, p.k_tangent);
-      if constexpr (moves_scores) start_values(v_offset, p.v);
-      if constexpr (moves_v) start_values(v_tangent_offset, p.v_tangent);
+      start_keys(0, fragments.p.k);
+      if constexpr (moves_k) start_keys(k_tangent_offset, fragments.p.k_tangent);
+      if constexpr (moves_scores) start_values(v_offset, fragments.p.v);
+      if constexpr (moves_v) start_values(v_tangent_offset, fragments.p.v_tangent);
     }
     ptx::cp_async_commit_group();
   }
@@ -261,67 +206,6 @@ struct MmaTangents {
     mma<Element>(sums[1], left, right[2], right[3]);
   }
 
-  // Replaces S and S. of a tile by P and H.
-  template <bool Masked>
-  __device__ void compute_weights(int tile) {
-    const int first_key = tile * Bc + lane % 4 * 2;
-    const Softmax softmax = {p,          mask,
-                             sequence,   coord.batch,
-                             coord.head, scale * SoftmaxMath<float>::log2_e};
-    softmax.template for_each_pair<Masked, true>(
-        [&](int r) { return row_of(r); }, first_key,
-        [&](int r) {
-          return RowStats<float>{rows[r].lse_log2, 0};
-        },
-        [&](int r, int n) -> float& { return element(scores, r, n); },
-        [](int n) { return n / 2 * 8 + n % 2; },
-        [&](int r, int n, bool is_visible, bool has_one_key, float exponent, float slope) {
-          float probability = is_visible ? SoftmaxMath<float>::exp2(exponent) : 0;
-          if (has_one_key && probability != 0) probability = rows[r].one();
-          element(scores, r, n) = probability;
-          // A score of -inf also masks its pair, whose tangent may be NaN.
-          float& tangent = element(tangents, r, n);
-          tangent = probability != 0 ? tangent * (scale * slope) : 0;
-        },
-        0, lane_rows);
-    bool all_have_keys = true;
-#pragma unroll
-    for (int r = 0; r < lane_rows; ++r) all_have_keys &= rows[r].has_key;
-    if (!__all_sync(~0u, all_have_keys)) {
-#pragma unroll
-      for (int r = 0; r < lane_rows; ++r) {
-        rows[r].template find_center<lane_keys>([&](int n) { return element(scores, r, n); },
-                                                [&](int n) { return element(tangents, r, n); });
-      }
-    }
-    if constexpr (moves_scores) {
-#pragma unroll
-      for (int r = 0; r < lane_rows; ++r) {
-#pragma unroll
-        for (int n = 0; n < lane_keys; ++n) {
-          float& tangent = element(tangents, r, n);
-          tangent = rows[r].add(element(scores, r, n), tangent);
-        }
-      }
-    }
-    if constexpr (Config::dropout) drop(tile * Bc);
-  }
-
-  // Sets P and H of the pairs that dropout drops to 0.
-  __device__ void drop(int key_begin) {
-    const DropoutNumbers numbers = dropout_numbers<Config>(p);
-#pragma unroll
-    for (int i = 0; i < row_tiles; ++i) {
-      KeptPairs<false, Bc> kept;
-      kept.draw(numbers, coord.batch, coord.head, row_of(2 * i) - lane / 4, key_begin);
-#pragma unroll
-      for (int j = 0; j < Bc / 8; ++j) {
-        kept.drop(scores[i][j], j);
-        kept.drop(tangents[i][j], j);
-      }
-    }
-  }
-
   // Adds H V + P V. to the output.
   __device__ void multiply_values(int stage) {
     const unsigned values = shared + stages_offset + stage * stage_bytes +
@@ -342,8 +226,8 @@ struct MmaTangents {
       unsigned probabilities[row_tiles][4], changes[row_tiles][4];
 #pragma unroll
       for (int i = 0; i < row_tiles; ++i) {
-        pack_operand(probabilities[i], scores[i] + 2 * step);
-        pack_operand(changes[i], tangents[i] + 2 * step);
+        Fragments::pack_operand(probabilities[i], scores[i] + 2 * step);
+        Fragments::pack_operand(changes[i], tangents[i] + 2 * step);
       }
 #pragma unroll
       for (int index = 0; index < of_step; ++index) {
@@ -358,59 +242,6 @@ struct MmaTangents {
     }
   }
 
-  // Packs the accumulators of 16 keys as a left operand.
-  __device__ static void pack_operand(unsigned (&operand)[4], const float (*fragments)[4]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      operand[i] = pack<Element>(fragments[i / 2][i % 2 * 2], fragments[i / 2][i % 2 * 2 + 1]);
-    }
-  }
-
-  __device__ void finish() {
-    const HeadRows<Element> primal = query_rows<Element>(p.out, sequence, coord.head);
-    Element* target = p.out_tangent.head<Element>(sequence.q_batch, coord.head) +
-                      sequence.q_first * p.out_tangent.row_stride;
-    const float weight = kept_weight<Config, float>(p);
-#pragma unroll
-    for (int r = 0; r < lane_rows; ++r) {
-      const int row = row_of(r);
-      if (row >= sequence.seqlen_q) continue;
-      const float distance = rows[r].template distance<Config>(p, coord.head);
-      const bool has_key = rows[r].has_key;
-      const float factor = weight / rows[r].one();
-      if (p.lse_tangent != nullptr && lane % 4 == 0) {
-        static_cast<float*>(p.lse_tangent)[lse_index<Config>(p, sequence, coord.head, row)] =
-            has_key ? rows[r].center + distance : 0;
-      }
-      const Element* primal_row = primal.begin + row * primal.stride;
-      Element* target_row = target + row * p.out_tangent.row_stride;
-#pragma unroll
-      for (int j = 0; j < columns_v / 8; ++j) {
-        const int column = 8 * j + lane % 4 * 2;
-        const int left = min(2, Config::head_dim_v - column);
-        Vector<Element, 2> result;
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const float product = out[r / 2][j][r % 2 * 2 + c] * factor;
-          const float its_out = c < left ? widen(primal_row[column + c]) : 0;
-          result.data[c] = narrow<Element>(has_key ? fma(-distance, its_out, product) : 0);
-        }
-        store_pair(target_row + column, result, left);
-      }
-    }
-  }
-
-  // Writes the first `count` of two adjacent elements of a row.
-  __device__ static void store_pair(Element* target, const Vector<Element, 2>& pair, int count) {
-    if (Config::out_alignment >= 4 && count == 2) {
-      *reinterpret_cast<Vector<Element, 2>*>(target) = pair;
-    } else {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        if (c < count) target[c] = pair.data[c];
-      }
-    }
-  }
 };
 
 template <class Config>

@@ -29,7 +29,9 @@ constexpr bool scales_weights<half_t> = true;
 
 // Sums of one query row, whose pairs are held by `lanes` consecutive lanes. With `Scaled`, P and H
 // are multiplied by a power of two, `one`, so that float16 holds small ones. Otherwise `one` is 1.
-template <class T, int lanes, bool Scaled>
+// With `HasSink`, a sink takes part of the row's weight. The weight of the keys is then summed, too:
+// 1 minus the weight of the sink would be inaccurate for small weights of the keys.
+template <class T, int lanes, bool Scaled, bool HasSink>
 struct TangentRow {
   using Math = SoftmaxMath<T>;
   // The first `one` allows for H up to 2^4, and 2^largest_log2 is within the range of float16.
@@ -42,6 +44,7 @@ struct TangentRow {
   T center = 0;          // c
   T sum = 0;             // this lane's part of rowsum(H)
   T square = 0;          // this lane's part of rowsum(P (t. - c)^2)
+  T total = 0;           // this lane's part of rowsum(P), with HasSink
   bool has_key = false;  // whether a key with P > 0 was found
   int one_log2 = first_log2;
 
@@ -89,6 +92,7 @@ struct TangentRow {
     const T h = probability * distance;
     sum += h;
     square = fma(h, distance, square);
+    if constexpr (HasSink) total += probability;
     return h;
   }
 
@@ -98,35 +102,34 @@ struct TangentRow {
     for (int bit = 1; bit < lanes; bit *= 2) {
       sum += __shfl_xor_sync(~0u, sum, bit);
       square += __shfl_xor_sync(~0u, square, bit);
+      if constexpr (HasSink) total += __shfl_xor_sync(~0u, total, bit);
     }
     if constexpr (Scaled) {
       sum /= one();
       square /= one();
+      if constexpr (HasSink) total /= one();
     }
   }
 
-  // Returns lse. - c. With a sink, the sum of P in a row is 1 minus the weight of the sink, so that
-  // rowsum(H) is larger than lse. - c by c times this weight.
-  template <class Config>
-  __device__ T distance(const TangentParams& p, int head) const {
-    return sum - center * sink_weight<Config>(p, head);
-  }
+  // Returns the tangent of the row's log-sum-exp.
+  __device__ T lse_tangent() const { return sum + center * weight(); }
+
+  // Returns lse. - c.
+  __device__ T distance() const { return HasSink ? lse_tangent() - center : sum; }
 
   // Returns whether H should be summed again, after restart(): c is far from lse., or H exceeds the
   // range of float16. P is at most 1, so that H is at most the square root of `square`.
-  template <class Config>
-  __device__ bool is_inaccurate(const TangentParams& p, int head) const {
-    const T d = distance<Config>(p, head), weight = T(1) - sink_weight<Config>(p, head);
-    bool is_far = d * d * weight > farthest * spread<Config>(p, head);
+  __device__ bool is_inaccurate() const {
+    const T d = distance();
+    bool is_far = d * d * weight() > farthest * spread();
     if constexpr (Scaled) is_far |= square > Math::exp2(T(2 * (largest_log2 - one_log2)));
     return is_far;
   }
 
   // Clears the sums, and moves c to lse.
-  template <class Config>
-  __device__ void restart(const TangentParams& p, int head) {
+  __device__ void restart() {
     if constexpr (Scaled) {
-      const T size = Math::log2(spread<Config>(p, head)) / 2;
+      const T size = Math::log2(spread()) / 2;
       // A NaN or infinite size leaves `one` as it is.
       if (size > largest_log2 - one_log2 && size < 100) {
         const int log2 = largest_log2 - static_cast<int>(size) - 1;
@@ -134,31 +137,17 @@ struct TangentRow {
         one_log2 = log2;
       }
     }
-    center += distance<Config>(p, head);
-    sum = square = 0;
+    center += distance();
+    sum = square = total = 0;
   }
 
  private:
+  // Returns the weight of the keys.
+  __device__ T weight() const { return HasSink ? total : T(1); }
+
   // Returns rowsum(P (t. - lse.)^2).
-  template <class Config>
-  __device__ T spread(const TangentParams& p, int head) const {
-    const T d = distance<Config>(p, head), weight = T(1) - sink_weight<Config>(p, head);
-    return square - 2 * d * sum + d * d * weight;
-  }
-
-  template <class Config>
-  __device__ T sink_weight(const TangentParams& p, int head) const {
-    if constexpr (Config::sinks) {
-      return weight_of(p, head);
-    } else {
-      return 0;
-    }
-  }
-
-  // This function is a template because `mods.sinks` exists only in units with modifications.
-  template <class AnyParams>
-  __device__ T weight_of(const AnyParams& p, int head) const {
-    const T log2_weight = T(p.mods.sinks.at(head)) * Math::log2_e - (lse_log2 + one_log2);
-    return has_key ? Math::exp2(log2_weight) : T(0);
+  __device__ T spread() const {
+    const T d = distance();
+    return square - 2 * d * sum + d * d * weight();
   }
 };

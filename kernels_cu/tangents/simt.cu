@@ -47,7 +47,7 @@ struct SimtTangents {
   Pairs scores;    // S, then P
   Pairs tangents;  // S., then H
   T sums[slices][rows_per_thread][dims_per_thread];
-  TangentRow<T, side, false> rows[rows_per_thread];
+  TangentRow<T, side, false, Config::sinks> rows[rows_per_thread];
 
   __device__ SimtTangents(const TangentParams& p, const TileCoord& coord, const Sequence& sequence,
                           Shared& shared)
@@ -66,7 +66,7 @@ struct SimtTangents {
     process_tiles();
     if (moves_scores && __syncthreads_or(sum_rows())) {
 #pragma unroll
-      for (int i = 0; i < rows_per_thread; ++i) rows[i].template restart<Config>(p, coord.head);
+      for (int i = 0; i < rows_per_thread; ++i) rows[i].restart();
       process_tiles();
       sum_rows();
     }
@@ -87,7 +87,7 @@ struct SimtTangents {
 #pragma unroll
     for (int i = 0; i < rows_per_thread; ++i) {
       rows[i].add_lanes();
-      is_inaccurate |= rows[i].template is_inaccurate<Config>(p, coord.head);
+      is_inaccurate |= rows[i].is_inaccurate();
     }
     return is_inaccurate;
   }
@@ -193,11 +193,11 @@ struct SimtTangents {
     for (int i = 0; i < rows_per_thread; ++i) {
       const int row = row_of(i);
       if (row >= sequence.seqlen_q) continue;
-      const T distance = rows[i].template distance<Config>(p, coord.head);
+      const T distance = rows[i].distance();
       const bool has_key = rows[i].has_key;
       if (p.lse_tangent != nullptr && x == 0) {
         static_cast<T*>(p.lse_tangent)[lse_index<Config>(p, sequence, coord.head, row)] =
-            has_key ? rows[i].center + distance : T(0);
+            has_key ? rows[i].lse_tangent() : T(0);
       }
       const Rows primal_rows = queries(p.out);
       const Element* primal = primal_rows.begin + row * primal_rows.stride;

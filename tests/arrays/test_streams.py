@@ -196,7 +196,15 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "attention_varlen_jvp_reference": reference("attention_varlen_jvp_reference", 3, *SPANS),
     "flash_attention_varlen_jvp": reference("flash_attention_varlen_jvp", 3, *SPANS),
     "attention_received": reference("attention_received", 2),
+    "attention_received_varlen": reference("attention_received_varlen", 2, *SPANS),
+    "attention_received_with_kvcache": reference(
+        "attention_received_with_kvcache", 2, cache_seqlens=[2, 4]
+    ),
     "attention_weights": reference("attention_weights", 2),
+    "attention_weights_varlen": reference("attention_weights_varlen", 2, *SPANS),
+    "attention_weights_with_kvcache": reference(
+        "attention_weights_with_kvcache", 2, cache_seqlens=[2, 4]
+    ),
     "attention_with_kvcache_reference": reference(
         "attention_with_kvcache_reference", 3, cache_seqlens=[2, 4]
     ),

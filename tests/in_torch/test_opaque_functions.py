@@ -64,7 +64,19 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "second derivative": lambda x: cupy_flash.flash_attention_hvp(*[x] * 8)[0],
     "exact second derivative": lambda x: cupy_flash.attention_hvp_reference(*[x] * 8)[1],
     "weights": lambda x: cupy_flash.attention_weights(x, x, queries=-1),
+    "weights of packed rows": lambda x: cupy_flash.attention_weights_varlen(
+        x[0], x[0], [0, 2, 5], [0, 2, 5], 3, 3
+    ),
+    "weights in a cache": lambda x: cupy_flash.attention_weights_with_kvcache(
+        x, x, cache_seqlens=5
+    ),
     "received": lambda x: cupy_flash.attention_received(x, x),
+    "received of packed rows": lambda x: cupy_flash.attention_received_varlen(
+        x[0], x[0], [0, 2, 5], [0, 2, 5], 3, 3
+    ),
+    "received of a cache": lambda x: cupy_flash.attention_received_with_kvcache(
+        x, x, cache_seqlens=5
+    ),
 }
 
 

@@ -221,6 +221,61 @@ def test_the_tested_gradients_are_of_all_dtypes_masks_and_layouts(family: str) -
     assert {kernel.case.kind for kernel in kernels} == {"dense", "varlen"}
 
 
+@pytest.mark.parametrize("family", FAMILIES["backward"])
+def test_gradients_of_sinks_are_tested(family: str) -> None:
+    kernels = [kernel for kernel in TESTED if kernel.family == f"{family} backward" and kernel.wrt]
+    assert kernels
+    assert all("sink_gradients" in kernel.job().unit.entries for kernel in kernels)
+
+
+@pytest.mark.parametrize(
+    ("direction", "family"), [(d, name) for d in ("tangent", "received") for name in FAMILIES[d]]
+)
+def test_tangents_and_sums_of_weights_are_tested(direction: str, family: str) -> None:
+    problems = [k.plan().problem for k in TESTED if k.family == f"{family} {direction}"]
+    assert {problem.direction for problem in problems} == {direction}
+    assert {problem.causal for problem in problems} == {True, False}
+    assert len({problem.dtype for problem in problems}) > 1
+
+
+@pytest.fixture
+def table_of_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
+    """Replace the table by one of a few kernels, which are all that the script compiles."""
+    few = dict(itertools.islice(TABLE.items(), 20))
+    monkeypatch.setattr(machine_code, "TABLE", tmp_path / "table.json")
+    monkeypatch.setattr(machine_code, "representative", lambda: list(few))
+    monkeypatch.setattr(machine_code, "recorded", dict)
+    monkeypatch.setattr(machine_code, "why_not_comparable", lambda head: None)
+    machine_code.write_table(few, few)
+    return few
+
+
+def test_some_rows_of_the_table_can_be_written_anew(
+    table_of_few: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = machine_code.Code("another", 1, 2)
+    monkeypatch.setattr(machine_code, "compiled", lambda kernels, _: dict.fromkeys(kernels, other))
+    monkeypatch.setattr("sys.argv", ["machine_code.py", "--only", '"float16"', "--update"])
+    assert machine_code.main() == 0
+    _, found, tested = machine_code.read_table()
+    expected = {k: other if k.case.dtype == "float16" else x for k, x in table_of_few.items()}
+    assert list(found.items()) == list(expected.items())
+    assert 0 < list(found.values()).count(other) < len(found)
+    assert tested == list(table_of_few)
+
+
+def test_rows_of_changed_sources_are_not_kept(
+    table_of_few: dict[Any, Any], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    text = machine_code.TABLE.read_text()
+    family = next(k.family for k in table_of_few if k.case.dtype != "float16")
+    digest = machine_code.FAMILY_BY_NAME[family].digest()
+    machine_code.TABLE.write_text(text.replace(f'"{digest}"', f'"{FORMER}"'))
+    monkeypatch.setattr("sys.argv", ["machine_code.py", "--only", '"float16"', "--update"])
+    assert machine_code.main() == 2
+    assert f"the sources of {family} have changed" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("count", "same"), [(1, True), (99, False)])
 def test_few_codes_that_changed_are_the_same_if_they_come_out_so_once(
     count: int, same: bool, monkeypatch: pytest.MonkeyPatch

@@ -17,85 +17,39 @@ from support.gradients.directions import (
     arrays_of_rows,
     every_modification,
     largest_product,
-    magnitudes,
-    moved,
     moving_modifications,
     random_arrays,
     size_of,
-    tangents_of,
 )
 from support.gradients.gradient_calls import (
     GradientCall,
     random_gradient_call,
     smooth_gradient_call,
 )
+from support.gradients.hessian_rule import (
+    REFERENCES,
+    WRT,
+    Direction,
+    check_products,
+    exact_products,
+    sizes_of_results,
+)
 
 import cupy_flash
 from cupy_flash import (
     attention_backward_reference,
     attention_hvp_reference,
-    attention_reference,
-    attention_varlen_backward_reference,
-    attention_varlen_hvp_reference,
-    attention_weights,
     flash_attention_hvp,
     flash_attention_jvp,
     flash_attention_varlen_hvp,
 )
 from cupy_flash.reference import rows
-from cupy_flash.reference.dense import error_bound, max_error
+from cupy_flash.reference.dense import max_error
 
 KINDS = ("dense", "padded", "varlen")
 FUNCTIONS = pytest.mark.parametrize("function", [attention_hvp_reference, flash_attention_hvp])
-WRT = ("q", "k", "v")
 # Order of the arguments of both functions, without dlse and its tangent.
 NAMES = ("dout", *WRT)
-
-
-REFERENCES = {
-    "dense": (attention_backward_reference, attention_hvp_reference),
-    "padded": (attention_backward_reference, attention_hvp_reference),
-    "varlen": (attention_varlen_backward_reference, attention_varlen_hvp_reference),
-}
-LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-
-
-class Direction:
-    """A call's arrays with dout and dlse, and their tangents, by the names of arguments.
-
-    Its modifications have tangents, too, unless `of_rows`.
-    """
-
-    def __init__(
-        self, call: GradientCall, rng: np.random.Generator, *, of_rows: bool = False
-    ) -> None:
-        given, self.options = call.forward.given(np)
-        self.options |= zip(LENGTHS, given[3:], strict=False)
-        self.arrays = dict(zip(WRT, given[:3], strict=True)) | {"dout": call.dout}
-        # Some calls have no gradient of the log-sum-exp.
-        if call.dlse is not None:
-            self.arrays["dlse"] = call.dlse
-        moving = tangents_of(self.arrays.values(), rng)
-        self.tangents = dict(zip(self.arrays, moving, strict=True))
-        modifications = {} if of_rows else moving_modifications(self.options)
-        moving = tangents_of(modifications.values(), rng)
-        self.of_mods = dict(zip(modifications, moving, strict=True))
-        self.wrt = (*WRT, *modifications)
-        self.gradients_of, self.reference = REFERENCES[call.forward.kind]
-
-    def find(self, function: Callable[..., Any]) -> list[np.ndarray]:
-        """Return the tangents of the gradients."""
-        given = self.arrays | {f"{name}_tangent": x for name, x in self.tangents.items()}
-        moving = {"modification_tangents": self.of_mods, "wrt": self.wrt}
-        return list(function(**given, **moving, **self.options))
-
-    def gradients(self, step: float) -> tuple[np.ndarray, ...]:
-        """Return the gradients after a step of all arrays along their tangents."""
-        arrays = {name: x + step * self.tangents[name] for name, x in self.arrays.items()}
-        found: tuple[np.ndarray, ...] = self.gradients_of(
-            **arrays, wrt=self.wrt, **moved(self.options, self.of_mods, step)
-        )
-        return found
 
 
 # ---- The definition
@@ -105,7 +59,7 @@ def check_by_differences(
     call: GradientCall, rng: np.random.Generator, function: Callable[..., Any]
 ) -> None:
     """Compare tangents of gradients with differences of the gradients of the reference."""
-    direction = Direction(call, rng)
+    direction = Direction(call, rng, of_mods=True)
     found = direction.find(function)
 
     def quotients(step: float) -> list[np.ndarray]:
@@ -156,7 +110,7 @@ def test_every_modification_is_part_of_the_definition(rng: Any) -> None:
     """The random calls above may lack one; this call has most of them at once."""
     call = modified_call(rng)
     check_by_differences(call, rng, attention_hvp_reference)
-    direction = Direction(call, rng)
+    direction = Direction(call, rng, of_mods=True)
     found, options = direction.find(attention_hvp_reference), dict(direction.options)
     assert direction.wrt[3:] == (
         *("bias", "sinks", "alibi_slopes", "score_mod.gain", "score_mod.shift"),
@@ -180,7 +134,7 @@ def test_every_modification_is_part_of_the_definition(rng: Any) -> None:
 def test_the_hessian_is_symmetric(kind: str, number: int, rng: Any) -> None:
     """This also holds for functions with kinks, which differences cannot check."""
     call = random_gradient_call(rng, "float64", kind, head_dims=(1, 5, 24), longest=(30, 60))
-    one, other = Direction(call, rng), Direction(call, rng)
+    one, other = Direction(call, rng, of_mods=True), Direction(call, rng, of_mods=True)
     terms = []
     for first, second in ((one, other), (other, one)):
         for name in ("dout", "dlse"):
@@ -235,80 +189,14 @@ def test_directions_of_dout_are_gradients(rng: Any) -> None:
 @pytest.mark.parametrize("number", range(10))
 def test_results_obey_the_error_rule(dtype: str, number: int, rng: Any) -> None:
     call = random_gradient_call(rng, dtype, "dense", head_dims=(5, 24, 64), longest=(60, 90))
-    direction = Direction(call, rng, of_rows=True)
-    results, exact = direction.find(flash_attention_hvp), direction.find(attention_hvp_reference)
+    direction = Direction(call, rng)
+    check_products(direction.find(flash_attention_hvp), direction)
     compute = np.dtype(np.float64 if dtype == "float64" else np.float32)
-    inputs = [direction.arrays[name] for name in WRT]
-    assert [x.dtype for x in results] == [x.dtype for x in inputs]
-    # With sinks, the scores of keys may be larger than the log-sum-exp.
-    options = direction.options
-    _, lse = attention_reference(*inputs, **options | {"sinks": None}, return_lse=True)
-    ulps = 4 * largest_product(inputs, options) * float(np.finfo(compute).eps)
-    sizes = sizes_of_results(direction)
-    for found, right, size in zip(results, exact, sizes, strict=True):
-        # The bound is that of tangents, see test_tangents.py.
-        bound = error_bound(right, right, found.dtype)
-        bound += error_bound(size, size, compute, lse=lse) + ulps * size.max(initial=0)
-        error = max_error(found, right)
-        assert error <= bound, f"off by {error:.3g}, allowed {bound:.3g}: {call}"
+    bounds = (x.bound for x in exact_products(direction, compute))
+    for bound, size in zip(bounds, sizes_of_results(direction), strict=True):
         if dtype in ("float32", "float64") and size.max(initial=0) > 1e-6:
             # The bound is tight enough to detect roundings to a coarser dtype.
             assert bound <= 1000 * float(np.finfo(compute).eps) * size.max()
-
-
-def sizes_of_results(direction: Direction) -> list[np.ndarray]:
-    """Return the sums of magnitudes of all terms of the results, with the layout of the inputs."""
-    options, heads = direction.options, None
-
-    def wide(name: str) -> np.ndarray:
-        return magnitudes(direction.arrays[name], options, None if name in ("q", "dout") else heads)
-
-    def moving(name: str) -> np.ndarray:
-        given = direction.tangents[name]
-        return magnitudes(given, options, None if name in ("q", "dout") else heads)
-
-    heads = magnitudes(direction.arrays["q"], options).shape[1]
-    q, k, v, dout = (wide(name) for name in (*WRT, "dout"))
-    q_t, k_t, v_t, dout_t = (moving(name) for name in (*WRT, "dout"))
-    dlse, dlse_t = (
-        np.abs(x["dlse"])[..., None] if "dlse" in x else 0.0
-        for x in (direction.arrays, direction.tangents)
-    )
-    scale = options.get("softmax_scale")
-    scale = q.shape[-1] ** -0.5 if scale is None else abs(scale)
-    # The functions of the gallery have slopes of at most 1.5, and the softcap with the least cap
-    # has second derivatives below 1.
-    slope, curvature = 1.5, 1.0
-    k_columns, v_columns, vt_columns = (x.swapaxes(2, 3) for x in (k, v, v_t))
-    x_t = scale * (q_t @ k_columns + q @ k_t.swapaxes(2, 3))
-    exact = [direction.arrays[name].astype(np.float64) for name in ("q", "k")]
-    kept = attention_weights(*exact, **options)
-    weights = attention_weights(*exact, **options | {"dropout_p": 0})
-    factor = 1 / (1 - options.get("dropout_p", 0))
-
-    def mean(x: np.ndarray) -> np.ndarray:
-        return x.sum(axis=-1, keepdims=True)
-
-    p_t = weights * (slope * x_t + mean(weights * slope * x_t))
-    dp, dp_t = factor * (dout @ v_columns), factor * (dout_t @ v_columns + dout @ vt_columns)
-    d = mean(weights * dp) + dlse
-    d_t = mean(p_t * dp + weights * dp_t) + dlse_t
-    dt = weights * (dp + d)
-    dt_t = p_t * (dp + d) + weights * (dp_t + d_t)
-    dx, dx_t = slope * dt, slope * dt_t + curvature * dt * x_t
-    columns, columns_t, kept_t = dx.swapaxes(2, 3), dx_t.swapaxes(2, 3), factor * p_t
-    dq = scale * (dx_t @ k + dx @ k_t)
-    dk = scale * (columns_t @ q + columns @ q_t)
-    dv = kept_t.swapaxes(2, 3) @ dout + kept.swapaxes(2, 3) @ dout_t
-    found = [dq, grouped(dk, direction), grouped(dv, direction)]
-    return found if options.get("layout") == "bhsd" else [x.swapaxes(1, 2) for x in found]
-
-
-def grouped(x: np.ndarray, direction: Direction) -> np.ndarray:
-    """Return the sums of (batch, heads_q, seqlen, dim) over the query heads of each KV head."""
-    batch, heads_q, *rest = x.shape
-    heads_kv = magnitudes(direction.arrays["k"], direction.options).shape[1]
-    return x.reshape(batch, heads_kv, heads_q // max(heads_kv, 1), *rest).sum(axis=2)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
@@ -319,7 +207,7 @@ def test_results_of_modifications_are_close_to_the_reference(
     """The library computes the formula of the reference, in the precision of the inputs."""
     kind = KINDS[number % 3]
     call = random_gradient_call(rng, dtype, kind, head_dims=(5, 24), longest=(40, 50))
-    direction = Direction(call, rng)
+    direction = Direction(call, rng, of_mods=True)
     function = flash_attention_varlen_hvp if kind == "varlen" else flash_attention_hvp
     results, exact = direction.find(function), direction.find(direction.reference)
     eps = 1e-11 if dtype == "float64" else 1e-3
@@ -411,7 +299,7 @@ def test_rows_without_keys_have_a_gradient_of_their_sink(has_dlse: bool, rng: An
     dlse = rng.standard_normal((2, 4, 5)) if has_dlse else None
     call = GradientCall(forward, rng.standard_normal((2, 5, 4, 5)), dlse)
     check_by_differences(call, rng, attention_hvp_reference)
-    direction = Direction(call, rng)
+    direction = Direction(call, rng, of_mods=True)
     direction.options["sinks"] = np.full(4, -np.inf)
     *_, of_sinks = direction.find(attention_hvp_reference)
     assert not of_sinks.any()
@@ -512,7 +400,7 @@ def test_the_reference_takes_mixed_dtypes(rng: Any) -> None:
 
 
 def test_only_requested_results_are_returned(rng: Any) -> None:
-    direction = Direction(modified_call(rng), rng)
+    direction = Direction(modified_call(rng), rng, of_mods=True)
     every = dict(zip(direction.wrt, direction.find(flash_attention_hvp), strict=True))
     for names in (["score_mod.shift", "q"], ("bias",), (), ("v", "alibi_slopes", "sinks")):
         direction.wrt = names

@@ -11,6 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from support.calls.weight_rule import by_identity
 from support.foreign import Foreign
 
 from cupy_flash import (
@@ -66,18 +67,6 @@ def modifications(rng: Generator, seqlen_q: int, seqlen_k: int) -> dict[str, dic
 
 
 MODIFICATIONS = modifications(np.random.default_rng(0), 3, 5)
-
-
-def by_identity(q: Any, k: Any, **options: Any) -> np.ndarray:
-    """Return the weights as the output of the reference for values that form an identity matrix.
-
-    The axes are those of `attention_weights`.
-    """
-    swaps = options.get("layout") == "bhsd"
-    keys = k.shape[-2 if swaps else -3]
-    v = np.broadcast_to(np.eye(keys)[:, None], (*k.shape[:-3], keys, HEADS_KV, keys))
-    out = attention_reference(q, k, v.swapaxes(-3, -2) if swaps else v, **options)
-    return out if swaps else out.swapaxes(-3, -2)
 
 
 def test_every_modification_is_tried() -> None:

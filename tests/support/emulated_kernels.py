@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cupy_flash.calls.check.modifications import packed_arguments
@@ -23,6 +24,7 @@ from cupy_flash.families.contract import KERNEL_DIR
 from cupy_flash.families.params import params_dtype
 from cupy_flash.gpu.params import PackedStruct
 from cupy_flash.planning.planner import Plan
+from cupy_flash.problem.arrays import ITEMSIZE
 
 TESTS = Path(__file__).resolve().parents[1]
 FOLDERS = (
@@ -34,11 +36,19 @@ FOLDERS = (
 COMPILER = shutil.which("g++")
 
 _RUN = """
-extern "C" void run(const void* params, int blocks, int threads) {{
-  const auto& argument = *static_cast<const {type}*>(params);
-  run_grid(blocks, threads, [&] {{ {entry}(argument); }});
+extern "C" void run(const void* maps, const void* params, int blocks, int threads) {{
+  run_grid(blocks, threads, [&] {{ {entry}({arguments}); }});
 }}
 """
+_TYPES = {
+    "params": "Params",
+    "tangents": "TangentParams",
+    "received": "ReceivedParams",
+    "score_maps": "ScoreMaps",
+    "tangent_maps": "TangentMaps",
+}
+# Number of 64-bit words of a tensor map. Those for the host are described in ptx/sm90a.cuh.
+_MAP_WORDS = 16
 
 
 def run_on_host(
@@ -80,7 +90,21 @@ def run_on_host(
     packed.pack_into(memory, tuple(values.values()))
     run = _compiled(plan, folder)
     buffer = (ctypes.c_char * len(memory)).from_buffer(memory)
-    run(buffer, launch.grid[0], launch.threads)
+    maps = _tensor_maps(plan, arrays)
+    run(ctypes.c_void_p(maps.ctypes.data), buffer, launch.grid[0], launch.threads)
+
+
+def _tensor_maps(plan: Plan, arrays: Mapping[str, Any]) -> np.ndarray:
+    """Return the tensor maps of a plan, in order, aligned as their type demands."""
+    specs = plan.schedule.tensor_maps
+    aligned = np.zeros((len(specs) + 1, _MAP_WORDS), np.uint64)
+    start = -(aligned.ctypes.data // 8) % 8
+    maps = aligned.reshape(-1)[start:][: len(specs) * _MAP_WORDS].reshape(-1, _MAP_WORDS)
+    for words, (name, spec) in zip(maps, specs.items(), strict=True):
+        address = arrays[spec.array or name].ctypes.data
+        described = (address, *spec.shape, *spec.strides, *spec.box, ITEMSIZE[spec.dtype])
+        words[: len(described)] = described
+    return maps
 
 
 def _compiled(plan: Plan, folder: Path) -> Any:
@@ -90,9 +114,13 @@ def _compiled(plan: Plan, folder: Path) -> Any:
     [launch] = plan.launches
     # Only CUDA's compiler accepts the asserted offsets of members as constants.
     lines = [line for line in plan.unit.text.splitlines() if "__INTADDR__" not in line]
-    type_of = {"params": "Params", "tangents": "TangentParams", "received": "ReceivedParams"}
+    given = ("maps", "params")[-len(launch.arguments) :]
+    arguments = ", ".join(
+        f"*static_cast<const {_TYPES[name]}*>({value})"
+        for name, value in zip(launch.arguments, given, strict=True)
+    )
     text = '#include "cuda.h"\n'
-    text += "\n".join(lines) + _RUN.format(type=type_of[launch.arguments[0]], entry=launch.entry)
+    text += "\n".join(lines) + _RUN.format(entry=launch.entry, arguments=arguments)
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
     library = folder / f"{name}.so"
     if not library.exists():
@@ -100,7 +128,8 @@ def _compiled(plan: Plan, folder: Path) -> Any:
         source.write_text(text, encoding="utf-8")
         # Sums of integers wrap, as on a GPU.
         command = [COMPILER, "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-fwrapv"]
-        command += ["-D__CUDA_ARCH__=800", *(f"-I{path}" for path in FOLDERS)]
+        arch = 900 if plan.unit.arch_specific else 800
+        command += [f"-D__CUDA_ARCH__={arch}", *(f"-I{path}" for path in FOLDERS)]
         done = subprocess.run(
             [*command, str(source), "-o", str(library)], capture_output=True, text=True
         )

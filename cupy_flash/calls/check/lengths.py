@@ -175,7 +175,7 @@ def _check_packed(arguments: Arguments, options: Options, problem: Problem) -> N
     if arguments.block_table is None and arguments.cu_seqlens_q.nbytes <= _MAX_KNOWN_BYTES:
         contents = (None if x is None else x.tobytes() for x in integers)
         limits = options.max_seqlen_q, options.max_seqlen_k, layout.total_q, layout.total_k
-        key = (*contents, *limits, options.wrt is None)
+        key = (*contents, *limits, _writes_keys(options))
         if key in _known:
             return
     _check_packed_positions(arguments, options, problem)
@@ -197,7 +197,7 @@ def _check_packed_positions(arguments: Arguments, options: Options, problem: Pro
         if k_lengths.size and k_lengths.min() < 0:
             b = int(k_lengths.argmin())
             raise ValueError(f"seqused_k[{b}] is {k_lengths[b]}; expected at least 0")
-        if options.wrt is not None:
+        if _writes_keys(options):
             _check_batch_indices(arguments)
     _check_most(name, k_lengths, options.max_seqlen_k or 0, "max_seqlen_k")
     if layout.packed_k:
@@ -211,13 +211,19 @@ def _check_packed_positions(arguments: Arguments, options: Options, problem: Pro
         _check_pages(arguments.block_table, name, k_lengths, problem)
 
 
+def _writes_keys(options: Options) -> bool:
+    """Return whether a call writes a result for each key: its gradient, or a sum of weights."""
+    return options.wrt is not None or options.received is not None
+
+
 def _check_batch_indices(arguments: Arguments) -> None:
-    """Raise ValueError for keys of two sequences, whose gradients would be written twice."""
+    """Raise ValueError for keys of two sequences, whose results would be written twice."""
     own = np.diff(arguments.cu_seqlens_k.astype(np.int64))
     for b in np.flatnonzero(arguments.seqused_k > own)[:1]:
         raise ValueError(
             f"seqused_k gives sequence {b} {arguments.seqused_k[b]} keys; expected at most "
-            f"{own[b]}, its length in cu_seqlens_k: keys of two sequences have no gradients"
+            f"{own[b]}, its length in cu_seqlens_k: keys of two sequences have no gradients and no "
+            "sums of weights"
         )
 
 

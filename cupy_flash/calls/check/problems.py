@@ -81,6 +81,8 @@ def check_call(arguments: Arguments, options: Options) -> CheckedCall:
     checked = _CHECKS[options.kind](arguments, options)
     if options.shares_gpu:
         checked = checked._replace(problem=dataclasses.replace(checked.problem, shares_gpu=True))
+    if options.discards_out:
+        checked = checked._replace(problem=dataclasses.replace(checked.problem, discards_out=True))
     if options.wrt is None and (statistics := options.statistics):
         problem = dataclasses.replace(checked.problem, statistics=statistics)
         checked = checked._replace(problem=problem)

@@ -21,10 +21,12 @@ def check_received_call(arguments: ReceivedArguments, options: Options) -> Check
     """
     problem, mod_arrays = check_call(arguments.forward, options)
     lse = arguments.lse
-    if dtype_name(lse) != problem.lse_dtype or not lse.dtype.isnative:
-        raise TypeError(f"lse has dtype {lse.dtype}; expected {problem.lse_dtype}")
-    expected = lse_shape(arguments.q, problem)
-    require_shape("lse", lse, expected, "one for each query row of each head")
+    # A call without lse computes it.
+    if lse is not None:
+        if dtype_name(lse) != problem.lse_dtype or not lse.dtype.isnative:
+            raise TypeError(f"lse has dtype {lse.dtype}; expected {problem.lse_dtype}")
+        expected = lse_shape(arguments.q, problem)
+        require_shape("lse", lse, expected, "one for each query row of each head")
     assert options.received is not None
     kind, _, _ = options.received
     tensors = Tensors(**{name: problem.tensors[name] for name in ("q", "k")})

@@ -9,6 +9,7 @@ from cupy_flash.arrays.overlap import OverlapCheck, require_no_overlap
 from cupy_flash.arrays.strided import as_cupy
 from cupy_flash.calls.arguments import WRITTEN_GRADIENTS, GradientArguments
 from cupy_flash.calls.check.gradients import check_gradient_call, result_spec
+from cupy_flash.calls.check.lengths import LengthLimit, require_length
 from cupy_flash.calls.check.modifications import NO_USER_MODS, UserMods
 from cupy_flash.calls.conversions import contiguous_copies, converted, readable_copies
 from cupy_flash.calls.gpu.allocate import (
@@ -81,6 +82,9 @@ class Call:
         each that is not given.
     workspace
         Size in bytes of the plan's workspace.
+    limits
+        Limits of the length of all cached sequences, which kernels then receive after the workspace
+        and its arrays; None for calls without a cache.
     """
 
     allocate: ResultAllocator
@@ -94,12 +98,13 @@ class Call:
     block_mask_key: BlockMaskKey | None = None
     length_indices: tuple[int | None, ...] = ()
     workspace: int = 0
+    limits: tuple[LengthLimit, ...] | None = None
 
     def run(
         self,
         arguments: Any,
         addresses: tuple[int, ...],
-        _keys: int = 0,
+        keys: int = 0,
         user_mods: UserMods = NO_USER_MODS,
         stream: int | None = None,
         placed: Placed | None = None,
@@ -111,6 +116,8 @@ class Call:
         CuPy's current stream. It may be another one only if no gradient is cleared and no block
         mask is built. Gradients and workspace are allocated unless they are `placed`.
         """
+        if self.limits is not None:
+            require_length("cache_seqlens", keys, self.limits)
         if self.overlap_check.pairs:
             self.overlap_check.check(addresses)
         if stream is None:
@@ -137,6 +144,8 @@ class Call:
             if self.workspace_offsets:
                 workspace = new_addresses[-1]
                 values += tuple([workspace + offset for offset in self.workspace_offsets])
+            if self.limits is not None:
+                values += (keys,)
             ready = None
             if self.block_mask_key is not None:
                 assert user_mods.mask_mod is not None

@@ -261,7 +261,7 @@ def prepare(arguments: Arguments, options: Options, context: Context) -> Call:
     spec = block_mask_spec(plan)
     optional = _PARTS_OF_QKV * (qkv is not None) + (_BLOCK_MASK,) * (spec is not None)
     names = (*fields, *_VALUES, *optional, *scratch_offsets, *problem.statistics)
-    fixed, sources = {}, _sources(arguments, plan)
+    fixed, sources = {}, sources_of(arguments, plan)
     block_mask_key = None
     device = cupy_module().cuda.runtime.getDevice()
     if spec is not None:
@@ -378,7 +378,7 @@ def fixed_fields(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _sources(arguments: Arguments, plan: Plan) -> dict[str, str]:
+def sources_of(arguments: Arguments, plan: Plan) -> dict[str, str]:
     """Return the names of the values of the other struct fields; fields without one stay null."""
     is_kvcache = plan.problem.layout.kind == "kvcache"
     result = {name: name for name in ("q", "k", "v", "lse", "workspace", "counters")}

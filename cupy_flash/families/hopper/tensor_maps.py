@@ -63,27 +63,27 @@ def forward_maps(problem: Problem, tile: HopperTile) -> dict[str, TensorMapSpec]
     if float32.count(p) > 1:
         rows = {"q": tile.Br, "k": tile.Bc, "v": tile.Bc}
         dims = {"q": p.head_dim, "k": p.head_dim, "v": p.head_dim_v}
-        boxes = {name: (_box_columns(dims[name]), rows[name]) for name in float32.ROWS}
+        boxes = {name: (box_columns(dims[name]), rows[name]) for name in float32.ROWS}
         return float32.tensor_maps(p, boxes)
     maps = {
         "q": _spec(p, "q", (p.head_dim, rows_q, p.heads_q, batch_q), tile.Br),
         "k": _spec(p, "k", (p.head_dim, rows_k, p.heads_kv, batch_k), tile.Bc),
     }
     if p.is_float8:
-        box = (_box_columns(tile.Bc, 1), float8.value_rows(p, tile))
+        box = (box_columns(tile.Bc, 1), float8.value_rows(p, tile))
         maps[float8.VALUES] = float8.tensor_map(p, box)
         return maps
     maps["v"] = _spec(p, "v", (p.head_dim_v, rows_k, p.heads_kv, batch_k), tile.Bc)
     if mla.holds_values_in_keys(p):
         # Widths of a box for the columns of the values, and for the other columns.
-        line, rest = (_box_columns(n // 2) for n in (p.head_dim_v, p.head_dim - p.head_dim_v))
+        line, rest = (box_columns(n // 2) for n in (p.head_dim_v, p.head_dim - p.head_dim_v))
         for name, height in (("q", tile.Br), ("k", tile.Bc)):
             spec = maps[name]
             maps[name] = dataclasses.replace(spec, box=(line, height))
             maps[f"{name}_rest"] = dataclasses.replace(spec, box=(rest, height), array=name)
     if streams_bias(p):
         scores = (p.seqlen_k, p.seqlen_q, p.heads_q, p.batch)
-        box = (_box_columns(tile.Bc), tile.Br)
+        box = (box_columns(tile.Bc), tile.Br)
         maps["bias"] = map_spec(p, scores, bias_strides(p), box)
     return maps
 
@@ -102,10 +102,10 @@ def map_spec(
 
 
 def _spec(problem: Problem, name: str, shape: Shape, rows: int) -> TensorMapSpec:
-    columns = _box_columns(block_columns(problem, shape[0]), operand_bytes(problem))
+    columns = box_columns(block_columns(problem, shape[0]), operand_bytes(problem))
     return map_spec(problem, shape, problem.tensors[name].strides, (columns, rows))
 
 
-def _box_columns(columns: int, itemsize: int = 2) -> int:
+def box_columns(columns: int, itemsize: int = 2) -> int:
     """Return the columns of a TMA box: its row is 64 or 128 bytes, which is the swizzle width."""
     return (128 if round_up(columns * itemsize, 64) % 128 == 0 else 64) // itemsize

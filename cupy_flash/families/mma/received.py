@@ -12,6 +12,7 @@ from cupy_flash.families.contract import (
     round_up,
     tile_members,
     why_not_blocks,
+    why_not_dropout,
     why_not_scale,
 )
 from cupy_flash.families.schedule import Schedule, Split
@@ -21,6 +22,8 @@ from cupy_flash.problem.tile import Tile
 
 _MAX_WARPS = 8
 _WORD = 4
+# Number of queries of the smallest tile.
+_FEW_QUERIES = 16
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class MmaReceivedFamily(Family[MmaReceivedTile]):
             return f"its tensor-core products take float16 or bfloat16, not {problem.dtype}"
         if device.arch < 80:
             return f"needs sm_80 or newer for cp.async and its mma shapes, not {device.sm}"
-        if reason := received_common.why_not(problem) or why_not_scale(problem):
+        if reason := why_not_dropout(problem) or why_not_scale(problem):
             return reason
         if self._first_legal(problem, device) is None:
             return f"none of its tiles fits {device.name}"
@@ -77,6 +80,9 @@ class MmaReceivedFamily(Family[MmaReceivedTile]):
 
     def preferred_tiles(self, problem: Problem, device: Device) -> Iterable[MmaReceivedTile]:
         best = [MmaReceivedTile(64, 128), MmaReceivedTile(64, 64)]
+        if problem.seqlen_q <= _FEW_QUERIES:
+            # A decoding step has one query for each head.
+            best.insert(0, MmaReceivedTile(_FEW_QUERIES, 128))
         return itertools.chain(best, self.candidates(problem, device))
 
     def shared_memory(self, problem: Problem, tile: MmaReceivedTile) -> int:

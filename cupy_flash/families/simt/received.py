@@ -6,7 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cupy_flash.families import received_common
-from cupy_flash.families.contract import Family, tile_members, why_not_shared_memory
+from cupy_flash.families.contract import (
+    Family,
+    tile_members,
+    why_not_dropout,
+    why_not_shared_memory,
+)
 from cupy_flash.families.schedule import Schedule, Split
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
@@ -34,9 +39,10 @@ class SimtReceivedFamily(Family[SimtReceivedTile]):
     def _why_not(self, problem: Problem, device: Device) -> str | None:
         if device.arch < 75:
             return f"needs sm_75 or later, and {device.name} is {device.sm}"
-        if reason := received_common.why_not(problem):
+        if reason := why_not_dropout(problem):
             return reason
-        return self.why_not_tile(problem, device, self.default_tile(problem, device))
+        smallest = SimtReceivedTile(_SIDE, _SIDE)
+        return self.why_not_tile(problem, device, self._first_legal(problem, device) or smallest)
 
     def candidates(self, problem: Problem, device: Device) -> Iterator[SimtReceivedTile]:
         for rows in (64, 48, 32, 16):
@@ -45,12 +51,11 @@ class SimtReceivedFamily(Family[SimtReceivedTile]):
     def why_not_tile(self, problem: Problem, device: Device, tile: SimtReceivedTile) -> str | None:
         if tile.Br != tile.Bc or tile.Br < _SIDE or tile.Br % _SIDE:
             return f"Br and Bc are {tile.Br} and {tile.Bc}; expected equal multiples of {_SIDE}"
+        if problem.layout.page_size % tile.Bc:
+            return f"needs pages of a multiple of {tile.Bc} rows, not {problem.layout.page_size}"
         if reason := why_not_shared_memory(device, self.shared_memory(problem, tile)):
             return reason
         return received_common.why_not_grid(problem, tile.Bc)
-
-    def default_tile(self, problem: Problem, device: Device) -> SimtReceivedTile:
-        return SimtReceivedTile(64, 64)
 
     def shared_memory(self, problem: Problem, tile: SimtReceivedTile) -> int:
         size = 8 if problem.dtype == "float64" else 4

@@ -31,7 +31,7 @@ inline int __syncthreads_or(int x) {
 }
 
 // Dynamic shared memory, which kernels declare as an external array of one of these names.
-alignas(128) unsigned char shared_memory[232448];
+alignas(1024) unsigned char shared_memory[232448];
 asm(".globl shared\n.set shared, shared_memory");
 
 inline unsigned __cvta_generic_to_shared(const void* pointer) {

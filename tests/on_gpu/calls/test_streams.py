@@ -217,8 +217,20 @@ CALLS_OF_ONE: dict[str, Callable[..., Any]] = {
         *[x] * 6, **stream
     ),
     "attention_received": lambda x, _, **stream: cupy_flash.attention_received(x, x, **stream),
+    "attention_received_varlen": lambda x, _, **stream: cupy_flash.attention_received_varlen(
+        x[0], x[0], [0, 50, 113], [0, 50, 113], 63, 63, **stream
+    ),
+    "attention_received_with_kvcache": lambda x, _, **stream: (
+        cupy_flash.attention_received_with_kvcache(x, x, cache_seqlens=x.shape[1], **stream)
+    ),
     "attention_weights": lambda x, _, **stream: cupy_flash.attention_weights(
         x, x, top_k=5, **stream
+    ),
+    "attention_weights_varlen": lambda x, _, **stream: cupy_flash.attention_weights_varlen(
+        x[0], x[0], [0, 50, 113], [0, 50, 113], 63, 63, **stream
+    ),
+    "attention_weights_with_kvcache": lambda x, _, **stream: (
+        cupy_flash.attention_weights_with_kvcache(x, x, cache_seqlens=[50, 113], **stream)
     ),
     "attention_with_kvcache_reference": lambda x, _, **stream: (
         cupy_flash.attention_with_kvcache_reference(x, x, x, cache_seqlens=[50, 113], **stream)

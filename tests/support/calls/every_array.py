@@ -174,6 +174,8 @@ def call_of(function: Callable[..., Any], argument: str | None, dtype: Any, seed
         values |= world.results(values)
     elif "return_lse" in inspect.signature(function).parameters:
         values["return_lse"] = not function.__name__.endswith("_vjp")
+    without_values = {"v", "v_cache", "v_scale"} - arguments_of(function).keys()
+    values = {name: x for name, x in values.items() if name not in without_values}
     return Call(function, argument, values)
 
 
@@ -305,7 +307,7 @@ class _World:
             "alibi_slopes": lambda _: {name: self.rng.random(HEADS).astype(np.float32)},
             "sinks": lambda _: {name: self._values(HEADS, dtype=np.float32)},
             "heads": lambda _: {name: np.array([-1, 0])},
-            "queries": lambda _: {name: np.array([3, -1, 0, 3]), "top_k": 3},
+            "queries": lambda _: {name: np.array([1, -1, 0, 1]), "top_k": 3},
             "bias": lambda v: {name: self._values(*self._pairs(v))},
             "mask": lambda v: {name: self.rng.random(self._pairs(v)) < 0.7},
             "attn_mask": lambda v: {name: self._values(*self._pairs(v))},
@@ -334,11 +336,7 @@ class _World:
                 name: _named(bias=self._values(*self._pairs(v))),
             },
             "dout_tangent": lambda v: {name: self._values(*v["dout"].shape)},
-            "lse": lambda v: {
-                name: cupy_flash.flash_attention(
-                    v["q"], v["k"], v["k"], return_lse=True, backend="cpu"
-                )[1]
-            },
+            "lse": lambda v: {name: self._lse(v)},
             "out": lambda v: {name: self._poison(self._out_shape(v))},
             **dict.fromkeys(
                 ("dq", "dk", "dv", "dqkv"), lambda v: {name: self._poison(v[name[1:]].shape)}
@@ -394,6 +392,13 @@ class _World:
 
     def _lse_shape(self, values: dict[str, Any]) -> tuple[int, ...]:
         return (HEADS, ROWS) if self.kind == "varlen" else (BATCH, HEADS, self._queries(values))
+
+    def _lse(self, values: dict[str, Any]) -> Any:
+        """Return the log-sum-exp of a forward call of the same kind."""
+        suffix = {"varlen": "_varlen", "kvcache": "_with_kvcache"}.get(self.kind, "")
+        given = {"v": values["k"]} | values if "k" in values else values
+        forward = getattr(cupy_flash, f"flash_attention{suffix}")
+        return forward(**given, return_lse=True, backend="cpu")[1]
 
     def _poison(self, shape: tuple[int, ...]) -> Any:
         return np.full(shape, np.nan, self.dtype)

@@ -249,9 +249,14 @@ def random_call(
     _add_modifications(call, rng, sizes, batch, heads_q, pairs, seqlen_q)
     has_dropout = bool(rng.integers(4) == 0) and dropout
     if has_dropout and kind not in ("kvcache", "paged"):
-        options["dropout_p"] = float(sizes.choice([0.1, 0.5, sizes.uniform(0.01, 0.99)]))
-        arrays["dropout_seed"] = sizes.integers(-(2**63), 2**63, 2)
+        add_dropout(call, sizes)
     return call
+
+
+def add_dropout(call: ModifiedCall, sizes: np.random.Generator) -> None:
+    """Add a random probability, seed and offset of dropout to a call without a cache."""
+    call.options["dropout_p"] = float(sizes.choice([0.1, 0.5, sizes.uniform(0.01, 0.99)]))
+    call.arrays["dropout_seed"] = sizes.integers(-(2**63), 2**63, 2)
 
 
 def _add_modifications(

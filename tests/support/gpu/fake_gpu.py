@@ -20,6 +20,7 @@ from cupy_flash.calls.check.modifications import UserMods
 from cupy_flash.calls.gpu import allocate, prepared_calls, repeated_gradients, torch_autograd
 from cupy_flash.calls.gpu import backward as gpu_backward
 from cupy_flash.calls.gpu import forward as gpu_forward
+from cupy_flash.calls.gpu import received as gpu_received
 from cupy_flash.calls.host import forward as host_forward
 from cupy_flash.calls.options import Options
 from cupy_flash.families.params import PARAMS_DTYPE
@@ -395,8 +396,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(FakeArray, "new_address", gpu.address)
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(launch, "_launch_function", lambda: launch_kernel)
-    users = (prepared_calls, gpu_forward, gpu_backward, torch_autograd, allocate, block_masks)
-    for module in (*users, repeated_gradients):
+    users = (prepared_calls, gpu_forward, gpu_backward, gpu_received, torch_autograd, allocate)
+    for module in (*users, block_masks, repeated_gradients):
         monkeypatch.setattr(module, "cupy_module", lambda: fake)
     for module in (torch_arrays, jax_arrays, cuda_interface):
         monkeypatch.setattr(module, "_cupy", lambda: fake)

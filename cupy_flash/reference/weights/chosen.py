@@ -1,8 +1,7 @@
-"""Attention weights of chosen query rows and heads, as an array and as a picture."""
+"""Attention weights of chosen query rows and heads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,15 +10,14 @@ from numpy.typing import NDArray
 from cupy_flash.arrays.cuda_interface import is_foreign_array
 from cupy_flash.arrays.kinds import read, result_converter
 from cupy_flash.arrays.streams import on_stream
-from cupy_flash.arrays.strided import array_module, convert_to, kind_of
+from cupy_flash.arrays.strided import array_module, convert_to
 from cupy_flash.mods.keywords import with_offsets
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
-from cupy_flash.mods.picture import draw_weights
+from cupy_flash.mods.on_arrays.scores import FIRST_PAIR, Pairs
 from cupy_flash.mods.shapes import refuse_other_lengths
 from cupy_flash.opaque import opaque
-from cupy_flash.problem.values import check_bool, count, finite, integer
+from cupy_flash.problem.values import count, integer
 from cupy_flash.reference.dropout import factors
-from cupy_flash.reference.eight_bits import widened
 from cupy_flash.reference.modifications import fitting_modifications, scaled
 from cupy_flash.reference.rows import (
     Rows,
@@ -144,10 +142,10 @@ def attention_weights(
         q, k = queries_and_keys(q, k, layout)
         _, heads_q, seqlen_q, _ = q.shape
         selection = Selection(
-            _indices("heads", heads, heads_q), _indices("queries", queries, seqlen_q), heads_q
+            indices_of("heads", heads, heads_q), indices_of("queries", queries, seqlen_q), heads_q
         )
         q, k = scaled((q, k), (q_scale, k_scale), np.float64)
-        results = _weights(
+        results = weights_of_rows(
             *(q, k, selection, dtype),
             top_k=None if top_k is None else count("top_k", top_k),
             causal=causal,
@@ -159,7 +157,7 @@ def attention_weights(
         return results[0] if top_k is None else results
 
 
-def _weights(
+def weights_of_rows(
     q: Any,
     k: Any,
     selection: Selection,
@@ -170,8 +168,12 @@ def _weights(
     softmax_scale: float | None,
     q_offset: int | None,
     bound_mods: BoundModifications,
+    sequence: Pairs = FIRST_PAIR,
 ) -> tuple[Any, ...]:
-    """Compute the weights and, with `top_k`, their keys, of (batch, heads, seqlen, dim) arrays."""
+    """Compute the weights and, with `top_k`, their keys, of (batch, heads, seqlen, dim) arrays.
+
+    `sequence` has the index of the first sequence, and its first rows in packed arrays.
+    """
     xp, seqlen_k = array_module(q), k.shape[2]
     scale, visible = resolve(q, k, softmax_scale, causal, q_offset)
     sinks = sinks_of(xp, bound_mods, selection.heads_q, np.float64)
@@ -180,11 +182,11 @@ def _weights(
     weights = xp.zeros((*q.shape[:3], columns), dtype)
     # In rows without visible keys, all weights are equal.
     keys = None if top_k is None else xp.zeros(weights.shape, np.int64) + xp.arange(columns)
-    for rows in chunks_of_rows(xp, q, k, visible, bound_mods, selection=selection):
+    for rows in chunks_of_rows(xp, q, k, visible, bound_mods, sequence, selection):
         if rows.end == 0 or columns == 0:
             continue
         with np.errstate(all="ignore"):
-            scores = _row_weights(rows, q, k, scale, bound_mods, sinks, xp)
+            scores = row_weights(rows, q, k, scale, bound_mods, sinks, xp)
             # Weights are ordered as they are returned, so that those with equal numbers are ties.
             result = scores.astype(dtype, copy=False)
         if keys is None:
@@ -194,52 +196,7 @@ def _weights(
     return (weights,) if keys is None else (weights, keys)
 
 
-def received_weights(
-    q: Any,
-    k: Any,
-    *,
-    queries: slice,
-    grouped: bool,
-    causal: bool,
-    softmax_scale: float | None,
-    q_offset: Any,
-    layout: str,
-    stream: Any,
-    modifications: Mapping[str, Any],
-) -> Any:
-    """Return the sums over queries of the weights of each key, computed in float64.
-
-    The parameters are those of `cupy_flash.attention_received`; `modifications` is a mapping.
-    """
-    with on_stream(stream, q):
-        convert = result_converter("q", q)
-        q_offset, others = with_offsets(q_offset, modifications)
-        refuse_other_lengths(others.get, "dense")
-        q = read("q", q)
-        batch, dtype = q.shape[:-3], precision_of(q.dtype)
-        q, k = queries_and_keys(q, k, layout)
-        xp, (sequences, heads_q, seqlen_q, _) = array_module(q), q.shape
-        heads_kv, seqlen_k = k.shape[1:3]
-        bound_mods = fitting_modifications(others, q, sizes_of(q, k), causal=causal)
-        scale, visible = resolve(q, k, softmax_scale, causal, q_offset)
-        sinks = sinks_of(xp, bound_mods, heads_q, np.float64)
-        selection = Selection(np.arange(heads_q), np.arange(seqlen_q)[queries], heads_q)
-        chosen = q[:, :, queries]
-        sums = xp.zeros((sequences, heads_q, seqlen_k), np.float64)
-        for rows in chunks_of_rows(xp, chosen, k, visible, bound_mods, selection=selection):
-            if rows.end == 0:
-                continue
-            with np.errstate(all="ignore"):
-                weights = _row_weights(rows, chosen, k, scale, bound_mods, sinks, xp)
-                sums[rows.b, rows.head, : rows.end] += weights.sum(axis=0)
-        if grouped:
-            sums = sums.reshape(sequences, heads_kv, heads_q // heads_kv, seqlen_k).sum(axis=2)
-        with np.errstate(all="ignore"):
-            result = sums.astype(dtype, copy=False)
-        return convert(result.reshape(*batch, *result.shape[1:]))
-
-
-def _row_weights(
+def row_weights(
     rows: Rows,
     q: Any,
     k: Any,
@@ -259,83 +216,7 @@ def _row_weights(
     return scores
 
 
-@opaque
-def plot_attention(
-    weights: Any,
-    *,
-    queries: Sequence[str] | None = None,
-    keys: Sequence[str] | None = None,
-    vmax: float | None = None,
-    colorbar: bool = True,
-    ax: Any | None = None,
-) -> Any:
-    """Draw the attention weights of one head as a heat map; requires matplotlib.
-
-    Parameters
-    ----------
-    weights : array, shape (rows, keys)
-        Weights, such as ``attention_weights(q, k)[0, 0]``: an array of any library, in host memory
-        or on a GPU, of which a copy is drawn.
-    queries, keys : sequences of str, optional
-        Labels of the rows and of the keys, such as their tokens; by default their indices.
-    vmax : float, optional
-        Weight with the darkest color, by default the largest one. Give pictures that are compared
-        the same number.
-    colorbar : bool
-        Whether to draw the scale of colors next to the picture.
-    ax : matplotlib.axes.Axes, optional
-        Axes to draw in. The default creates new ones.
-
-    Returns
-    -------
-    matplotlib.axes.Axes
-        Axes with the picture. ``ax.figure.savefig("weights.png")`` writes it to a file.
-
-    Raises
-    ------
-    ImportError
-        If matplotlib is not installed.
-    TypeError
-        If `weights` is not an array of real numbers, a label is not a str, or another argument has
-        a wrong type.
-    ValueError
-        If `weights` does not have two axes with at least one row and one key, the number of labels
-        is wrong, or `vmax` is not positive.
-    """
-    array = widened(convert_to(np, read("weights", weights)))
-    if array.ndim != 2 or array.size == 0:
-        raise ValueError(
-            f"weights has shape {array.shape}; expected (rows, keys), such as weights[0, 0] of the "
-            "first head, with at least one row and one key"
-        )
-    if not np.can_cast(array.dtype, np.float64, "same_kind"):
-        raise TypeError(f"weights has dtype {array.dtype}; expected real numbers")
-    rows, columns = array.shape
-    labels = _labels("queries", queries, rows), _labels("keys", keys, columns)
-    check_bool("colorbar", colorbar)
-    if vmax is not None:
-        vmax = finite("vmax", vmax)
-        if vmax <= 0:
-            raise ValueError(f"vmax is {vmax:g}; expected a number above 0")
-    return draw_weights(array.astype(np.float64), labels, vmax, ax, colorbar=colorbar)
-
-
-def _labels(name: str, labels: Sequence[str] | None, length: int) -> list[str] | None:
-    """Return the labels along an axis; raise TypeError or ValueError unless there are `length`."""
-    if labels is None:
-        return None
-    if isinstance(labels, str):
-        raise TypeError(f"{name} is one str; expected a list of strings, the labels")
-    found = list(labels)
-    for label in found:
-        if not isinstance(label, str):
-            raise TypeError(f"{name} contains {kind_of(label)}; expected strings, the labels")
-    if len(found) != length:
-        raise ValueError(f"{name} has length {len(found)}; expected {length}, as weights has")
-    return found
-
-
-def _indices(name: str, chosen: Any, length: int) -> NDArray[np.int64]:
+def indices_of(name: str, chosen: Any, length: int) -> NDArray[np.int64]:
     """Return the nonnegative indices along an axis that an argument chooses.
 
     Raises

@@ -1,6 +1,6 @@
 """Times of attention with its tangent, by cupy_flash and by formulas in PyTorch.
 
-    python benchmarks/derivatives/forward_mode.py --output benchmarks/results/h200_tangents.json
+    python benchmarks/functions/forward_mode.py --output benchmarks/results/h200_tangents.json
 
 Each row is one call on random bfloat16 arrays with tangents of q, k and v. `jvp` is
 `flash_attention_jvp`, and `forward` the forward pass alone. `formula` computes the output and its

@@ -1,0 +1,1 @@
+"""Attention weights of chosen rows, their picture, and their sums over queries."""

@@ -13,7 +13,7 @@ from cupy_flash.api.check_mod import check_mod
 from cupy_flash.api.combine import combine
 from cupy_flash.api.dense import flash_attention, flash_attention_qkvpacked
 from cupy_flash.api.dropout_mask import dropout_mask
-from cupy_flash.api.hvp import flash_attention_hvp
+from cupy_flash.api.hvp import flash_attention_hvp, flash_attention_varlen_hvp
 from cupy_flash.api.jvp import flash_attention_jvp, flash_attention_varlen_jvp
 from cupy_flash.api.kvcache import flash_attention_with_kvcache
 from cupy_flash.api.plan import plan, plan_backward, plan_varlen, plan_with_kvcache
@@ -43,6 +43,7 @@ from cupy_flash.reference.hessian_products import attention_hvp_reference
 from cupy_flash.reference.masks import plot_mask, seen_pairs
 from cupy_flash.reference.packed import attention_varlen_reference, attention_with_kvcache_reference
 from cupy_flash.reference.packed_gradients import attention_varlen_backward_reference
+from cupy_flash.reference.packed_hessian_products import attention_varlen_hvp_reference
 from cupy_flash.reference.packed_tangents import attention_varlen_jvp_reference
 from cupy_flash.reference.tangents import attention_jvp_reference
 from cupy_flash.reference.weights.chosen import attention_weights
@@ -74,6 +75,7 @@ __all__ = [
     "attention_received_with_kvcache",
     "attention_reference",
     "attention_varlen_backward_reference",
+    "attention_varlen_hvp_reference",
     "attention_varlen_jvp_reference",
     "attention_varlen_reference",
     "attention_weights",
@@ -92,6 +94,7 @@ __all__ = [
     "flash_attention_qkvpacked_vjp",
     "flash_attention_varlen",
     "flash_attention_varlen_backward",
+    "flash_attention_varlen_hvp",
     "flash_attention_varlen_jvp",
     "flash_attention_varlen_vjp",
     "flash_attention_vjp",

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from cupy_flash.api.hvp import flash_attention_hvp, flash_attention_varlen_hvp
 from cupy_flash.api.jvp import flash_attention_jvp, flash_attention_varlen_jvp
 from cupy_flash.arrays.kinds import is_number_or_list
 from cupy_flash.calls import dispatch, dispatch_backward
@@ -25,12 +26,14 @@ from cupy_flash.mods.keywords import (
     window_of,
     with_offsets,
 )
-from cupy_flash.problem.gradient import OF_MOD, ROWS
+from cupy_flash.problem.gradient import OF_MOD, ROWS, TANGENTS, tangent_of
 
 # Modifications that are differentiable inputs if they are arrays; numbers and lists are constants.
 WITH_GRADIENT = ("bias", "sinks")
 _SLOPES = "alibi_slopes"
 _ROWS = len(ROWS)
+# Array arguments of derivatives in addition to those of the call and tangents of modifications.
+OF_DERIVATIVES = (*TANGENTS, "dout", "dlse", "dout_tangent", "dlse_tangent")
 # Types of immutable options.
 _PLAIN = (type(None), float, int)
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
@@ -94,41 +97,49 @@ class DifferentiableCall(NamedTuple):
     ) -> tuple[Any, ...]:
         """Return gradients of the inputs in `wrt`, given those of out and lse (None if unused)."""
         arguments = self.gradient_arguments(inputs, results, gradients)
-        options = self.backward_options(wrt)
-        modifications = self._modifications(inputs)
-        if captures := _captures(wrt):
-            score_mod = modifications["score_mod"].differentiable_in(captures)
-            modifications = {**modifications, "score_mod": score_mod}
+        options, modifications = self.backward_options(wrt), self._modifications(inputs, wrt)
         return dispatch_backward.gradients(arguments, options, "auto", modifications)
 
     def push_forward(
-        self, inputs: tuple[Any, ...], tangents: tuple[Any, Any, Any]
+        self,
+        inputs: tuple[Any, ...],
+        moving: Mapping[str, Any],
+        wrt: tuple[str, ...] | None = None,
     ) -> tuple[Any, ...]:
-        """Return the tangents of out and lse, given those of q, k and v (None for zeros)."""
-        q, k, v, *_ = inputs
-        if self.options.kind == "dense":
-            keywords = self.keywords(inputs)
-            return flash_attention_jvp(q, k, v, *tangents, return_lse=True, **keywords)[1::2]
-        options, (cu_seqlens_q, cu_seqlens_k, seqused_k) = self.options, self.lengths
-        assert options.max_seqlen_q is not None
-        assert options.max_seqlen_k is not None
-        longest = options.max_seqlen_q, options.max_seqlen_k
-        results = flash_attention_varlen_jvp(
-            *(q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, *tangents),
-            causal=options.causal,
-            softmax_scale=options.softmax_scale,
-            seqused_k=seqused_k,
-            return_lse=True,
-            **self._modifications(inputs),
-        )
-        return results[1::2]
+        """Return the tangents of out and lse, or of the gradients of the inputs in `wrt`.
 
-    def keywords(self, inputs: tuple[Any, ...]) -> dict[str, Any]:
-        """Return the keyword arguments of a dense call, with its modifications."""
-        names = ("causal", "softmax_scale", "q_offset", "layout")
-        options = {name: getattr(self.options, name) for name in names}
-        # An offset of each sequence is one of the modifications.
-        return {**options, **self._modifications(inputs)}
+        Parameters
+        ----------
+        inputs
+            Differentiable inputs.
+        moving
+            Tangents of the inputs, named by `tangent_of`; None, or missing, for zeros. For tangents
+            of gradients also dout and, perhaps, dlse, and their tangents.
+        wrt
+            Names of inputs, or None.
+        """
+        is_dense = self.options.kind == "dense"
+        arguments = dict(zip(ROWS, inputs, strict=False)) | self._plain_arguments()
+        arguments |= {name: moving[name] for name in OF_DERIVATIVES if name in moving}
+        of_inputs = {name: moving.get(tangent_of(name)) for name in self.names[_ROWS:]}
+        of_inputs = {name: x for name, x in of_inputs.items() if x is not None}
+        arguments |= self._modifications(inputs, (*of_inputs, *(wrt or ())))
+        arguments["modification_tangents"] = of_inputs
+        if wrt is not None:
+            hvp = flash_attention_hvp if is_dense else flash_attention_varlen_hvp
+            return hvp(**arguments, wrt=wrt)
+        jvp = flash_attention_jvp if is_dense else flash_attention_varlen_jvp
+        return jvp(**arguments, return_lse=True)[1::2]
+
+    def _plain_arguments(self) -> dict[str, Any]:
+        """Return the arguments of a public function that are neither inputs nor modifications."""
+        names: tuple[str, ...] = ("causal", "softmax_scale", "q_offset", "layout")
+        lengths: dict[str, Any] = {}
+        if self.options.kind == "varlen":
+            names = ("causal", "softmax_scale", "max_seqlen_q", "max_seqlen_k")
+            lengths = dict(zip(_LENGTHS, self.lengths, strict=True))
+        # An offset of each sequence is one of the modifications, which replaces this number.
+        return {name: getattr(self.options, name) for name in names} | lengths
 
     def backward_options(self, wrt: tuple[str, ...]) -> Options:
         """Return the options of the backward call for the gradients of the inputs in `wrt`."""
@@ -218,8 +229,14 @@ class DifferentiableCall(NamedTuple):
         lengths = dict(zip(_LENGTHS, self.lengths, strict=True))
         return GradientArguments(q, k, v, out, dout, lse, dlse, **lengths)
 
-    def _modifications(self, inputs: tuple[Any, ...]) -> Mapping[str, Any]:
-        """Return all modifications, including those among the differentiable inputs."""
+    def _modifications(
+        self, inputs: tuple[Any, ...], differentiated: tuple[str, ...] = ()
+    ) -> Mapping[str, Any]:
+        """Return all modifications, including those among the differentiable inputs.
+
+        The score function names those of its captures as differentiable that are among the inputs
+        in `differentiated`.
+        """
         if len(inputs) == _ROWS:
             return self.modifications
         given = dict(zip(self.names[_ROWS:], inputs[_ROWS:], strict=True))
@@ -228,7 +245,10 @@ class DifferentiableCall(NamedTuple):
         if captures:
             score_mod = self.modifications["score_mod"]
             if any(score_mod.tensors.get(name) is not array for name, array in captures.items()):
-                result["score_mod"] = score_mod.with_arrays(lambda name, x: captures.get(name, x))
+                score_mod = score_mod.with_arrays(lambda name, x: captures.get(name, x))
+            if names := _captures(differentiated):
+                score_mod = score_mod.differentiable_in(names)
+            result["score_mod"] = score_mod
         return result
 
 
@@ -247,7 +267,8 @@ def _backward_options(options: Options, wrt: tuple[str, ...]) -> Options:
 
 
 def _captures(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the captures among the names of differentiable inputs."""
+    """Return the names of the captures among the names of inputs, each once."""
+    names = tuple(dict.fromkeys(names))
     return tuple(name.removeprefix(OF_MOD) for name in names if name.startswith(OF_MOD))
 
 
@@ -264,7 +285,7 @@ def dense_call(
         return _plain_call(causal, softmax_scale, q_offset, layout), ()
     q_offset, modifications = with_offsets(q_offset, modifications)
     options = Options("dense", causal, softmax_scale, True, None, None, q_offset, layout)
-    return _call(options, _NO_LENGTHS, modifications)
+    return call_of(options, _NO_LENGTHS, modifications)
 
 
 @functools.lru_cache(typed=True)
@@ -272,7 +293,7 @@ def _plain_call(*options: Any) -> DifferentiableCall:
     """Return a call without modifications that has these options."""
     causal, softmax_scale, q_offset, layout = options
     made = Options("dense", causal, softmax_scale, True, None, None, q_offset, layout)
-    call, _ = _call(made, _NO_LENGTHS, {})
+    call, _ = call_of(made, _NO_LENGTHS, {})
     return call
 
 
@@ -302,13 +323,13 @@ def varlen_call(
         following = _following_arrays(call.options, by_name)
         return call._replace(lengths=lengths, constants=constants, following_arrays=following), ()
     options = _varlen_options(max_seqlen_q, max_seqlen_k, causal, softmax_scale)
-    return _call(options, lengths, modifications)
+    return call_of(options, lengths, modifications)
 
 
 @functools.lru_cache(typed=True)
 def _plain_varlen_call(*options: Any) -> DifferentiableCall:
     """Return a packed call without modifications and lengths that has these options."""
-    call, _ = _call(_varlen_options(*options), _NO_LENGTHS, {})
+    call, _ = call_of(_varlen_options(*options), _NO_LENGTHS, {})
     return call
 
 
@@ -322,9 +343,13 @@ def _varlen_options(
     )
 
 
-def _call(
+def call_of(
     options: Options, lengths: tuple[Any, ...], modifications: Mapping[str, Any]
 ) -> tuple[DifferentiableCall, tuple[Any, ...]]:
+    """Return a call with `return_lse` set, and its differentiable inputs other than q, k and v.
+
+    `lengths` are those of `DifferentiableCall`.
+    """
     options = plain_options(options)
     modifications = with_plain_dropout(modifications)
     given = {

@@ -13,10 +13,16 @@ from typing import Any
 from cupy_flash.mods.ir.compose import varies
 from cupy_flash.mods.keywords import DROPOUT_SEED
 from cupy_flash.mods.trace.traced import Traced
-from cupy_flash.problem.gradient import OF_MOD, ROWS, TANGENTS
+from cupy_flash.problem.gradient import OF_MOD, ROWS, TANGENTS, tangent_of
 
-# Arrays that broadcast to all sequences, with the number of axes that they then have.
-BROADCAST = {"bias": 4, "mask": 4, "alibi_slopes": 2, "q_scale": 3, "k_scale": 3, "v_scale": 3}
+# Arrays that broadcast to all sequences and may have tangents, with the number of their axes.
+_WITH_TANGENTS = {"bias": 4, "alibi_slopes": 2}
+# All arrays that broadcast to all sequences.
+BROADCAST = {
+    **_WITH_TANGENTS,
+    **{tangent_of(name): axes for name, axes in _WITH_TANGENTS.items()},
+    **{"mask": 4, "q_scale": 3, "k_scale": 3, "v_scale": 3},
+}
 # Those that calls of many sequences take with a batch axis of length 1.
 _OF_ONE_SEQUENCE = ("bias", "mask")
 # Arrays of dense calls with the batch axes of q: the axis of the batches is one more.
@@ -30,7 +36,7 @@ _OF_SEQUENCES = (
     *("cache_seqlens", "rotary_seqlens", "cache_batch_idx", "block_table", "k_cache", "v_cache"),
 )
 # Arrays of which kernels read one for all sequences.
-_OF_ALL_SEQUENCES = {"sinks", "rotary_cos", "rotary_sin"}
+_OF_ALL_SEQUENCES = {"sinks", "sinks_tangent", "rotary_cos", "rotary_sin"}
 
 
 def can_fold(
@@ -106,8 +112,11 @@ def fold_dense(
     wrt
         Names of the inputs whose gradients the call computes.
     """
-    # A gradient has the shape of its input, so each batch needs its own input.
-    own = (*_WITH_BATCH_AXES, *wrt)
+    # A gradient has the shape of its input, so each batch needs its own input. So does a tangent.
+    own = {*_WITH_BATCH_AXES, *wrt}
+    for name in _WITH_TANGENTS:
+        if tangent_of(name) in arrays:
+            own |= {name, tangent_of(name)}
     given = {
         name: xp.broadcast_to(x, (size, *x.shape)) if name in own and name not in mapped else x
         for name, x in arrays.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cupy_flash.calls.dispatch_tangents import on_gpu
@@ -30,10 +31,11 @@ def flash_attention_jvp(
     q_offset: Any = None,
     layout: str = "bshd",
     return_lse: bool = False,
+    modification_tangents: Mapping[str, Any] | None = None,
     stream: Any | None = None,
     **modifications: Unpack[Modifications],
 ) -> tuple[Any, ...]:
-    """Compute `flash_attention` and its tangent, the derivative along a direction in q, k and v.
+    """Compute `flash_attention` and its tangent, the derivative along a direction in its inputs.
 
     The axes are (batch, seqlen, heads, head_dim). Arrays (batch, heads, seqlen, head_dim), as
     PyTorch has them, need layout="bhsd": without it heads and seqlen are silently confused.
@@ -54,8 +56,13 @@ def flash_attention_jvp(
         See `flash_attention`; all arrays have the layout of q.
     return_lse : bool
         Whether to return the log-sum-exp of each query row and its tangent, too.
+    modification_tangents : mapping, optional
+        Tangents of modifications, by the names that `wrt` of `flash_attention_backward` takes:
+        "bias", "sinks", "alibi_slopes", and "score_mod.NAME" for an array that a `ScoreMod`
+        captures as differentiable. They have the shapes of these arrays, any float dtype, and are
+        in the memory of q. None counts as zeros.
     **modifications
-        Masks and changes of scores, see `Modifications`. They have no tangents.
+        Masks and changes of scores, see `Modifications`.
 
     Returns
     -------
@@ -74,7 +81,8 @@ def flash_attention_jvp(
         If an input is not an array, has a wrong dtype or is in other memory than q, or a
         modification has a wrong type.
     ValueError
-        If the shapes or the layout are wrong, or the shape of a modification does not fit.
+        If the shapes or the layout are wrong, the shape of a modification does not fit, or
+        `modification_tangents` names an array that the call does not have.
     UnsupportedError
         If `stream` is given and no GPU can be used, or if no kernel supports the call.
     CompileError
@@ -83,10 +91,10 @@ def flash_attention_jvp(
     Notes
     -----
     On a GPU, the call is `flash_attention` followed by one kernel, which computes the scores and
-    their tangents tile by tile. On the CPU, it uses array operations on chunks of query rows, and a
-    chunk takes up to half a GiB, or one GiB if the inputs are float64. In both cases, memory grows
-    with the lengths of the sequences rather than with their product. All sums are float32, or
-    float64 for float64 inputs.
+    their tangents tile by tile. On the CPU, and if modifications have tangents, it uses array
+    operations on chunks of query rows, and a chunk takes up to half a GiB, or one GiB if the inputs
+    are float64. In both cases, memory grows with the lengths of the sequences rather than with
+    their product. All sums are float32, or float64 for float64 inputs.
 
     Masked pairs affect no result, whatever their queries, keys and the tangents of these hold.
     On a GPU, a NaN or infinity in a masked value or its tangent may reach rows that attend to other
@@ -113,9 +121,10 @@ def flash_attention_jvp(
     """
     tangents = Tangents(q_tangent, k_tangent, v_tangent)
     options = Options(causal=causal, softmax_scale=softmax_scale, q_offset=q_offset, layout=layout)
-    results = on_gpu((q, k, v), tangents, options, modifications, stream)
-    if results is not None:
-        return results if return_lse else results[:2]
+    if not _any_given(modification_tangents):
+        results = on_gpu((q, k, v), tangents, options, modifications, stream)
+        if results is not None:
+            return results if return_lse else results[:2]
     return in_precision_of_inputs(
         *(q, k, v),
         tangents,
@@ -124,6 +133,7 @@ def flash_attention_jvp(
         q_offset=q_offset,
         layout=layout,
         return_lse=return_lse,
+        modification_tangents=modification_tangents,
         stream=stream,
         modifications=modifications,
     )
@@ -146,6 +156,7 @@ def flash_attention_varlen_jvp(
     softmax_scale: float | None = None,
     seqused_k: Any = None,
     return_lse: bool = False,
+    modification_tangents: Mapping[str, Any] | None = None,
     stream: Any | None = None,
     **modifications: Unpack[PackedModifications],
 ) -> tuple[Any, ...]:
@@ -164,8 +175,10 @@ def flash_attention_varlen_jvp(
         See `flash_attention_varlen`.
     return_lse : bool
         Whether to return the log-sum-exp of each query row and its tangent, too.
+    modification_tangents : mapping, optional
+        Tangents of modifications, see `flash_attention_jvp`.
     **modifications
-        Masks and changes of scores, see `Modifications`. They have no tangents.
+        Masks and changes of scores, see `Modifications`.
 
     Returns
     -------
@@ -207,9 +220,10 @@ def flash_attention_varlen_jvp(
         max_seqlen_k=max_seqlen_k,
     )
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_k
-    results = on_gpu((q, k, v), tangents, options, modifications, stream, lengths)
-    if results is not None:
-        return results if return_lse else results[:2]
+    if not _any_given(modification_tangents):
+        results = on_gpu((q, k, v), tangents, options, modifications, stream, lengths)
+        if results is not None:
+            return results if return_lse else results[:2]
     return packed_in_precision_of_inputs(
         *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
         tangents,
@@ -217,6 +231,12 @@ def flash_attention_varlen_jvp(
         softmax_scale=softmax_scale,
         seqused_k=seqused_k,
         return_lse=return_lse,
+        modification_tangents=modification_tangents,
         stream=stream,
         modifications=modifications,
     )
+
+
+def _any_given(tangents: Mapping[str, Any] | None) -> bool:
+    """Return whether a modification has a tangent, which no kernel reads."""
+    return tangents is not None and any(x is not None for x in tangents.values())

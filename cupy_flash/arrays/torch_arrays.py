@@ -190,8 +190,9 @@ IN_TRANSFORM = (
     "vmap"
 )
 NO_FORWARD_MODE = (
-    "has a tangent, and only q, k and v of calls of cupy_flash.torch outside of graphs have "
-    "forward-mode derivatives; pass a detached tensor, or compute gradients in reverse mode"
+    "has a tangent, and only q, k, v, bias, sinks, slopes and, in torch.func.jvp, captures of a "
+    "ScoreMod have forward-mode derivatives, in calls of cupy_flash.torch outside of graphs; pass "
+    "a detached tensor, or compute gradients in reverse mode"
 )
 
 

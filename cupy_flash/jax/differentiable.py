@@ -13,12 +13,7 @@ from cupy_flash.differentiable import WITH_GRADIENT, DifferentiableCall, with_pl
 from cupy_flash.gpu.environment import cupy_module
 from cupy_flash.jax import traced
 from cupy_flash.jax.linear import Linear, differentiable, linear
-from cupy_flash.jax.static_call import (
-    StaticCall,
-    function_tokens,
-    tangents_of_gradients,
-    tangents_of_results,
-)
+from cupy_flash.jax.static_call import StaticCall, function_tokens
 from cupy_flash.jax.versions import with_common_axes
 from cupy_flash.mods.keywords import (
     ARRAYS,
@@ -28,7 +23,7 @@ from cupy_flash.mods.keywords import (
     require_known,
     window_of,
 )
-from cupy_flash.problem.gradient import ROWS, TANGENTS
+from cupy_flash.problem.gradient import ROWS, tangent_of
 
 _RESULTS = ("out", "lse")
 _GRADIENTS = ("dout", "dlse")
@@ -44,11 +39,17 @@ def attention(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, .
         If an argument other than q, k, v, bias and sinks is differentiated, if a statistic is
         differentiated, or if a call that returns statistics is differentiated in forward mode.
     NotImplementedError
-        If a tangent or a second derivative is requested of a bias, of sinks or of packed sequences,
-        or if a third derivative is requested.
+        If a third derivative is requested, or a tangent of a tangent.
     """
     # The caller may overwrite NumPy and CuPy arrays before the gradients are computed.
     call = _with_arrays(call.with_functions_kept(), lambda _, array: unshared(array))
+    # JAX differentiates the conversion of sinks to the dtype and the shape that kernels read.
+    inputs = tuple(
+        traced.operand(name, x, inputs[0], call.options.layout)
+        if name == "sinks" and isinstance(x, jax.Array)
+        else x
+        for name, x in zip(call.names, inputs, strict=True)
+    )
     constants = {n: x for n, x in call.constants.items() if isinstance(x, jax.Array)}
     given = with_common_axes((*inputs, *constants.values()))
     result: tuple[Any, ...] = _Differentiated(call, tuple(constants)).function(*given)
@@ -104,6 +105,24 @@ class _Differentiated:
         statistics = dict(zip(self._call.options.statistics, of_rows, strict=True))
         # NumPy and CuPy arrays are constants of the operation, and are not converted.
         operands = {name: x for name, x in arrays.items() if isinstance(x, jax.Array)}
+        rule = self._rule_of_tangents(arrays, tuple(statistics), tuple(tangents))
+        like = (*_RESULTS, *statistics)
+        return results, linear(rule, operands | statistics, tangents, like)
+
+    def _rule_of_tangents(
+        self, arrays: dict[str, Any], statistics: tuple[str, ...], wrt: tuple[str, ...]
+    ) -> Linear:
+        """Return the linear operation that gives the tangents of results.
+
+        Parameters
+        ----------
+        arrays
+            Arrays of the call, out and lse by name.
+        statistics
+            Names of the row statistics among the results.
+        wrt
+            Names of the inputs with tangents.
+        """
 
         def given(residuals: dict[str, Any]) -> dict[str, Any]:
             return arrays | {n: x for n, x in residuals.items() if n not in statistics}
@@ -111,8 +130,7 @@ class _Differentiated:
         def push(residuals: dict[str, Any], tangents: dict[str, Any]) -> tuple[Any, ...]:
             for name in statistics:
                 raise TypeError(f"{name} has no tangent in cupy_flash.jax; do not request it")
-            self._require_dense(tangents, "tangent")
-            return self._pushed(given(residuals), tangents)
+            return self._pushed(given(residuals), _named_tangents(tangents), None)
 
         def pull(residuals: dict[str, Any], gradients: Sequence[Any]) -> dict[str, Any]:
             dout, dlse, *others = gradients
@@ -122,7 +140,6 @@ class _Differentiated:
                         f"{name} is differentiated by JAX, but has no gradient; pass it through "
                         "jax.lax.stop_gradient"
                     )
-            wrt = tuple(tangents)
             found = self._pulled(given(residuals), (dout, dlse), wrt)
             return dict(zip(wrt, found, strict=True))
 
@@ -132,33 +149,20 @@ class _Differentiated:
             for name in statistics:
                 raise TypeError(f"a call that returns {name} has no second derivative")
             moved = {name: x for name, x in moved.items() if name not in _RESULTS}
-            self._require_dense(moved, "second derivative")
-            both = residuals | {f"{name}_tangent": x for name, x in tangents.items()}
-            return linear(Linear(_refuse_tangent, pull_moved, _refuse_third), both, moved, _RESULTS)
+            for name in moved:
+                require_gradient(name)
+            along = _named_tangents(tangents)
 
-        def pull_moved(residuals: dict[str, Any], gradients: Sequence[Any]) -> dict[str, Any]:
-            dout, dlse = gradients
-            both = _with_gradients(arrays | residuals, dout, dlse)
-            return dict(zip(ROWS, self._products(both, {}, ROWS), strict=True))
+            def pull_moved(residuals: dict[str, Any], gradients: Sequence[Any]) -> dict[str, Any]:
+                both = _with_gradients(arrays | residuals, *gradients)
+                moving = {name: both[name] for name in (*along, *_GRADIENTS) if name in both}
+                found = self._pushed(both, moving, tuple(moved))
+                return dict(zip(moved, found, strict=True))
 
-        like = (*_RESULTS, *statistics)
-        return results, linear(Linear(push, pull, moved), operands | statistics, tangents, like)
+            rule = Linear(_refuse_tangent, pull_moved, _refuse_third)
+            return linear(rule, residuals | along, moved, _RESULTS)
 
-    def _pushed(self, arrays: dict[str, Any], tangents: dict[str, Any]) -> tuple[Any, ...]:
-        """Return the tangents of out and lse of a dense call."""
-        moving = {f"{name}_tangent": x for name, x in tangents.items()}
-        call, inputs = self._given(arrays)
-        if not self._are_computed((*arrays.values(), *moving.values())):
-            made = _traced(call, dict(zip(call.names, inputs, strict=True)) | moving, call.options)
-            return tuple(made[name] for name in _RESULTS)
-
-        def compute(call: DifferentiableCall, placed: tuple[Any, ...]) -> tuple[Any, ...]:
-            rows, device = placed[: len(ROWS)], next(iter(placed[0].devices()))
-            given = jax.device_put(moving, device)
-            return tangents_of_results(rows, given, call.keywords(placed))
-
-        result: tuple[Any, ...] = _computed(call, inputs, compute, waits=True)
-        return result
+        return Linear(push, pull, moved)
 
     def _pulled(
         self, arrays: dict[str, Any], gradients: Sequence[Any], wrt: tuple[str, ...]
@@ -173,27 +177,52 @@ class _Differentiated:
 
         def rule(primals: tuple[Any, ...], moving: dict[int, Any]) -> tuple[Any, Any]:
             tangents = {names[i]: x for i, x in moving.items() if names[i] not in _RESULTS}
-            inputs = [name for name in tangents if name not in _GRADIENTS]
-            self._require_dense((*inputs, *wrt), "second derivative")
+            for name in tangents.keys() - set(_GRADIENTS):
+                require_gradient(name)
             arrays = dict(zip(names, primals, strict=True))
             operands = {name: x for name, x in arrays.items() if isinstance(x, jax.Array)}
-
-            def push(residuals: dict[str, Any], tangents: dict[str, Any]) -> tuple[Any, ...]:
-                return self._products(arrays | residuals, tangents, wrt)
-
-            def pull(residuals: dict[str, Any], directions: Sequence[Any]) -> dict[str, Any]:
-                given = arrays | residuals
-                along = {n: x for n, x in zip(wrt, directions, strict=True) if x is not None}
-                found = dict(zip(ROWS, self._products(given, along, ROWS), strict=True))
-                if any(name in tangents for name in _GRADIENTS):
-                    found |= zip(_GRADIENTS, self._pushed(given, along), strict=True)
-                return {name: found[name] for name in tangents}
-
-            made = linear(Linear(push, pull, _refuse_third), operands, tangents, wrt)
-            return function(*primals), made
+            made = self._rule_of_gradients(arrays, wrt, tuple(tangents))
+            return function(*primals), linear(made, operands, tangents, wrt)
 
         function = differentiable(run, rule)
         return function(*given.values())
+
+    def _rule_of_gradients(
+        self, arrays: dict[str, Any], wrt: tuple[str, ...], moving: tuple[str, ...]
+    ) -> Linear:
+        """Return the linear operation that gives the tangents of gradients.
+
+        Parameters
+        ----------
+        arrays
+            Arrays of the backward call by name.
+        wrt
+            Names of the inputs whose gradients have tangents.
+        moving
+            Names of the arrays with tangents: inputs, dout and dlse.
+        """
+        inputs = tuple(name for name in moving if name not in _GRADIENTS)
+
+        def gradients_in(arrays: dict[str, Any]) -> dict[str, Any]:
+            return {name: arrays[name] for name in _GRADIENTS if name in arrays}
+
+        def push(residuals: dict[str, Any], tangents: dict[str, Any]) -> tuple[Any, ...]:
+            given = arrays | residuals
+            return self._pushed(given, _named_tangents(tangents) | gradients_in(given), wrt)
+
+        def pull(residuals: dict[str, Any], directions: Sequence[Any]) -> dict[str, Any]:
+            given = arrays | residuals
+            along = {n: x for n, x in zip(wrt, directions, strict=True) if x is not None}
+            along = _named_tangents(along)
+            found: dict[str, Any] = {}
+            if inputs:
+                products = self._pushed(given, along | gradients_in(given), inputs)
+                found |= zip(inputs, products, strict=True)
+            if any(name in moving for name in _GRADIENTS):
+                found |= zip(_GRADIENTS, self._pushed(given, along, None), strict=True)
+            return {name: found[name] for name in moving}
+
+        return Linear(push, pull, _refuse_third)
 
     def _gradients(
         self, arrays: dict[str, Any], wrt: tuple[str, ...], *, waits: bool
@@ -217,38 +246,31 @@ class _Differentiated:
         )
         return new
 
-    def _products(
-        self, arrays: dict[str, Any], tangents: Mapping[str, Any], wrt: tuple[str, ...]
+    def _pushed(
+        self, arrays: dict[str, Any], moving: dict[str, Any], wrt: tuple[str, ...] | None
     ) -> tuple[Any, ...]:
-        """Return tangents of the gradients of inputs of a dense call."""
-        moving = {f"{name}_tangent": x for name, x in tangents.items()}
-        moving |= {name: arrays[name] for name in (*TANGENTS, *_GRADIENTS) if name in arrays}
+        """Return tangents of out and lse, or of the gradients of the inputs in `wrt`.
+
+        `moving` has the arrays that `DifferentiableCall.push_forward` takes.
+        """
         call, inputs = self._given(arrays)
         if not self._are_computed((*arrays.values(), *moving.values())):
             named = dict(zip(call.names, inputs, strict=True)) | moving
-            made = _traced(call, named, call.backward_options(wrt))
-            return tuple(made[name] for name in wrt)
+            options = call.options if wrt is None else call.backward_options(wrt)
+            made = _traced(call, named, options)
+            return tuple(made[name] for name in (_RESULTS if wrt is None else wrt))
 
         def compute(call: DifferentiableCall, placed: tuple[Any, ...]) -> tuple[Any, ...]:
-            rows, device = placed[: len(ROWS)], next(iter(placed[0].devices()))
-            given = jax.device_put(moving, device)
-            return tangents_of_gradients(rows, given, call.keywords(placed), wrt)
+            given = jax.device_put(moving, next(iter(placed[0].devices())))
+            return call.push_forward(placed, given, wrt)
 
         result: tuple[Any, ...] = _computed(call, inputs, compute, waits=True)
         return result
 
-    def _require_dense(self, names: Iterable[str], what: str) -> None:
-        """Raise NotImplementedError unless the call is dense, and the names are of q, k and v."""
-        if self._call.options.kind != "dense":
-            raise NotImplementedError(
-                f"flash_attention_varlen has no {what} in cupy_flash.jax: only dense calls do"
-            )
-        for name in names:
-            if name not in ROWS:
-                raise NotImplementedError(
-                    f"{name} has no {what} in cupy_flash.jax; only q, k and v do, so pass "
-                    f"jax.lax.stop_gradient({name})"
-                )
+
+def _named_tangents(tangents: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tangents by their own names, given the names of their arrays."""
+    return {tangent_of(name): x for name, x in tangents.items()}
 
 
 def _with_gradients(arrays: Mapping[str, Any], dout: Any, dlse: Any) -> dict[str, Any]:

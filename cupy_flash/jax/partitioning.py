@@ -24,14 +24,14 @@ _Roles = tuple[str | None, ...]
 # Roles of the last axes of each array; axes before them are not divided.
 _OF_SCORES = (BATCH, HEADS, None, None)
 _TRAILING: dict[str, _Roles] = {
-    **dict.fromkeys(("bias", "mask"), _OF_SCORES),
+    **dict.fromkeys(("bias", "bias_tangent", "mask"), _OF_SCORES),
     **dict.fromkeys(("q_scale", "k_scale", "v_scale"), (BATCH, None, HEADS)),
     **dict.fromkeys(("prefix_lens", "seqlens_k", "q_offset", "cache_leftpad"), (BATCH,)),
     **dict.fromkeys(("cache_seqlens", "rotary_seqlens", "cache_batch_idx"), (BATCH,)),
     "tree_mask": (BATCH, None),
     "block_table": (BATCH, None),
     "alibi_slopes": (BATCH, HEADS),
-    "sinks": (HEADS,),
+    **dict.fromkeys(("sinks", "sinks_tangent"), (HEADS,)),
 }
 _ROW_ARRAYS = (*ROWS, *TANGENTS, "out", "dout", "dout_tangent", "k_cache", "v_cache")
 _LSE_ARRAYS = ("lse", "dlse", "dlse_tangent", *STATISTICS)

@@ -16,23 +16,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupy_flash.api.hvp import flash_attention_hvp
-from cupy_flash.api.jvp import flash_attention_jvp
 from cupy_flash.arrays.strided import is_cupy, unallocated
 from cupy_flash.calls.arguments import Arguments, GradientArguments
 from cupy_flash.calls.check.gradients import check_gradient_call
 from cupy_flash.calls.check.problems import CheckedCall, check_call
 from cupy_flash.calls.dispatch import as_planned
 from cupy_flash.calls.options import Options
+from cupy_flash.differentiable import OF_DERIVATIVES, call_of
 from cupy_flash.mods.base import Modification
 from cupy_flash.mods.keywords import DROPOUT_SEED, MODS
 from cupy_flash.problem.arrays import FLOAT8, FLOAT8_OUTPUTS
-from cupy_flash.problem.gradient import ROWS, TANGENTS
 from cupy_flash.problem.problem import STATISTICS
 from cupy_flash.problem.tile import Tile
 
-# Operands of tangents in addition to those of the forward call.
-_OF_TANGENTS = (*TANGENTS, "dout", "dlse", "dout_tangent", "dlse_tangent")
 # Name of the result that serves as workspace of the kernels.
 SCRATCH = "scratch"
 
@@ -80,7 +76,7 @@ class StaticCall(NamedTuple):
 
     @property
     def has_tangents(self) -> bool:
-        """Whether the call computes tangents of results or of gradients by `cupy_flash.api`."""
+        """Whether the call computes tangents of results or of gradients by public functions."""
         return any(name.endswith("_tangent") for name in self.names)
 
     @property
@@ -108,7 +104,7 @@ class StaticCall(NamedTuple):
         kind: Any = GradientArguments if self.is_backward else Arguments
         if self.has_tangents:
             kind = Arguments
-            arrays = {name: x for name, x in arrays.items() if name not in _OF_TANGENTS}
+            arrays = {name: x for name, x in arrays.items() if not _is_of_derivative(name)}
         own = {name: x for name, x in arrays.items() if name in kind._fields}
         others = {name: x for name, x in arrays.items() if name not in own}
         return kind(**own), {**dict(self.numbers), **others}
@@ -173,39 +169,24 @@ class StaticCall(NamedTuple):
         self, arrays: Mapping[str, Any], functions: Mapping[str, Modification]
     ) -> tuple[Any, ...]:
         """Return the results of a call with tangents, given its operands and user functions."""
-        names = ("causal", "softmax_scale", "q_offset", "layout")
-        keywords = {name: getattr(self.options, name) for name in names}
         record, modifications = self.record(arrays)
-        keywords |= {**modifications, **functions}
-        moving = {name: x for name, x in arrays.items() if name in _OF_TANGENTS}
-        rows = record.q, record.k, record.v
-        if self.options.wrt is None:
-            return tangents_of_results(rows, moving, keywords)
-        return tangents_of_gradients(rows, moving, keywords, self.options.wrt)
+        lengths = (None,) * 3
+        if self.options.kind == "varlen":
+            lengths = record.cu_seqlens_q, record.cu_seqlens_k, record.seqused_k
+        options = self.options._replace(wrt=None)
+        call, others = call_of(options, lengths, {**modifications, **functions})
+        inputs = record.q, record.k, record.v, *others
+        moving = {name: x for name, x in arrays.items() if _is_of_derivative(name)}
+        return call.push_forward(inputs, moving, self.options.wrt)
 
     def text(self) -> str:
         """Return the JSON text of the call."""
         return _text(self)
 
 
-def tangents_of_results(
-    rows: tuple[Any, ...], moving: Mapping[str, Any], keywords: Mapping[str, Any]
-) -> tuple[Any, ...]:
-    """Return the tangents of out and lse, given q, k and v, and their tangents by name."""
-    arguments: dict[str, Any] = {**dict(zip(ROWS, rows, strict=True)), **moving, **keywords}
-    return flash_attention_jvp(**arguments, return_lse=True)[1::2]
-
-
-def tangents_of_gradients(
-    rows: tuple[Any, ...],
-    moving: Mapping[str, Any],
-    keywords: Mapping[str, Any],
-    wrt: tuple[str, ...],
-) -> tuple[Any, ...]:
-    """Return the tangents of gradients, given q, k and v; `moving` has the other arrays by name."""
-    arguments: dict[str, Any] = {**dict(zip(ROWS, rows, strict=True)), **moving, **keywords}
-    found = flash_attention_hvp(**arguments)
-    return tuple(x for name, x in zip(ROWS, found, strict=True) if name in wrt)
+def _is_of_derivative(name: str) -> bool:
+    """Return whether an operand of a call with tangents does not belong to its forward call."""
+    return name in OF_DERIVATIVES or name.endswith("_tangent")
 
 
 def whole_dtype(name: str) -> np.dtype:

@@ -83,7 +83,7 @@ def operand(name: str, value: Any, q: Any, layout: str) -> Any:
     TypeError, ValueError
         For a value that calls outside of compiled functions refuse, too.
     """
-    if name in VECTORS:
+    if name in VECTORS or name == "sinks_tangent":
         return _head_values(name, value, q, layout)
     if name == DROPOUT_SEED:
         # Arrays are words already, see `dropout.with_words`.

@@ -32,6 +32,7 @@ from cupy_flash.mods.on_arrays.scores import FIRST_PAIR, Pairs, Scores
 from cupy_flash.mods.shapes import refuse_other_lengths
 from cupy_flash.mods.slopes import with_captured_slopes
 from cupy_flash.opaque import opaque
+from cupy_flash.problem.gradient import OF_MOD
 from cupy_flash.reference.dense import error_bound
 from cupy_flash.reference.dropout import factors
 from cupy_flash.reference.eight_bits import widened
@@ -53,9 +54,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from cupy_flash.mods.keywords import Modifications
-
-# Prefix of the names of the gradients of captured arrays.
-OF_MOD = "score_mod."
 
 
 def with_slopes(
@@ -523,14 +521,14 @@ def gradient_formula(
                 dv = rows.keys(into["v"])
                 dv += visible_product(xp, stored_p.T, seen.T, dout_rows)
             if "bias" in into:
-                _add_to_bias(into["bias"], rows, dt)
+                add_to_bias(into["bias"], rows, dt)
             if "sinks" in into:
                 of_sink = xp.where(sink == -np.inf, 0, xp.exp(sink - lse) * d)
                 into["sinks"][rows.head] -= of_sink.sum()
             _add_to_captures(xp, into, rows, x, dt, bound_mods.scores, arithmetic)
 
 
-def _add_to_bias(total: Any, rows: Rows, dt: Any) -> None:
+def add_to_bias(total: Any, rows: Rows, dt: Any) -> None:
     """Add the contribution of the pairs to the gradient of a bias with the axes of `Scores`."""
     pairs = rows.pairs
     first = rows.span.start + (pairs.q_start if total.ndim == 3 else 0)

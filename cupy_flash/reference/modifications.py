@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupy_flash.arrays.cuda_interface import is_foreign_array
 from cupy_flash.arrays.kinds import is_number_or_list, read, seed_and_offset, vector
-from cupy_flash.arrays.strided import array_module, convert_to, dtype_name, require_shape
+from cupy_flash.arrays.strided import (
+    array_module,
+    convert_to,
+    dtype_name,
+    require_float,
+    require_shape,
+)
 from cupy_flash.mods.block_list import BlockList, require_fit
 from cupy_flash.mods.keywords import (
     ARRAYS,
@@ -23,8 +29,11 @@ from cupy_flash.mods.keywords import (
     window_of,
 )
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications, Dropout
+from cupy_flash.mods.on_arrays.score_tangents import ModificationTangents
 from cupy_flash.mods.on_arrays.scores import ARRAY_FIELDS, Scores
 from cupy_flash.mods.shapes import Sizes, fitted, require_limit
+from cupy_flash.mods.slopes import with_captured_slopes
+from cupy_flash.problem.gradient import OF_MOD
 from cupy_flash.reference.eight_bits import dequantized, widened
 
 _SCALES = ("q_scale", "k_scale", "v_scale")
@@ -126,6 +135,85 @@ def fitting_modifications(
     if bound_mods.prefix_lens is not None:
         require_limit(bound_mods.window, causal=causal)
     return bound_mods
+
+
+class MovingModifications(NamedTuple):
+    """Modifications of a call that is differentiated along their tangents.
+
+    Attributes
+    ----------
+    changes
+        Keyword arguments that modify attention. Slopes that are differentiated are a capture of
+        `score_mod`.
+    bound
+        The same modifications, parsed.
+    tangents
+        Tangents of the modifications.
+    wrt
+        Names of the inputs whose gradients are requested, as `Gradients` takes them.
+    """
+
+    changes: Mapping[str, Any]
+    bound: BoundModifications
+    tangents: ModificationTangents
+    wrt: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        modifications: Mapping[str, Any],
+        tangents: Mapping[str, Any] | None,
+        wrt: Iterable[str],
+        bind: Callable[[Mapping[str, Any]], BoundModifications],
+    ) -> MovingModifications:
+        """Return the modifications of a call.
+
+        Parameters
+        ----------
+        modifications
+            Keyword arguments that modify attention.
+        tangents
+            Arrays by the names of `attention_backward_reference`, or None.
+        wrt
+            Names of the inputs whose gradients are requested.
+        bind
+            Function that parses modifications of the call.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument is invalid, or a tangent does not have the shape of its array.
+        """
+        if isinstance(wrt, str):
+            raise TypeError(f"wrt is {wrt!r}, one name; expected a sequence of names: ({wrt!r},)")
+        given = {name: x for name, x in (tangents or {}).items() if x is not None}
+        wrt = tuple(wrt)
+        names, changes = with_captured_slopes((*given, *wrt), modifications, OF_MOD)
+        bound = bind(changes)
+        mod = bound.scores.score_mod
+        arrays = {} if mod is None else {OF_MOD + n: mod.captures[n] for n in mod.differentiable}
+        parsed = {"bias": bound.scores.bias, "sinks": bound.sinks}
+        arrays |= {n: read_array(n, changes[n]) for n, x in parsed.items() if x is not None}
+        read = {
+            name: _read_tangent(given_name, x, name, arrays)
+            for name, (given_name, x) in zip(names, given.items(), strict=False)
+        }
+        of_mod = {n.removeprefix(OF_MOD): x for n, x in read.items() if n.startswith(OF_MOD)}
+        plain = {name: x for name, x in read.items() if not name.startswith(OF_MOD)}
+        fitted = bind(plain) if plain else BoundModifications()
+        moving = ModificationTangents(fitted.scores.bias, fitted.sinks, of_mod)
+        return cls(changes, bound, moving, names[len(given) :])
+
+
+def _read_tangent(given_name: str, tangent: Any, name: str, arrays: Mapping[str, Any]) -> Any:
+    """Return the tangent of an array of this name among `arrays`, which is called `given_name`."""
+    if name not in arrays:
+        known = ", ".join(arrays) or "none, because the call has no array with a tangent"
+        raise ValueError(f"modification_tangents names {given_name!r}; expected some of {known}")
+    array, own = read_array(f"the tangent of {given_name}", tangent), arrays[name]
+    require_float(f"the tangent of {given_name}", array)
+    require_shape(f"the tangent of {given_name}", array, tuple(own.shape), f"that of {given_name}")
+    return convert_to(array_module(own), array)
 
 
 def _head_values(array: Any, heads: int, real: Any) -> Any:

@@ -228,6 +228,14 @@ def packed_sequences(
         yield rows, keys[b], FIRST_PAIR._replace(b=b, q_start=rows.start, k_start=k_start)
 
 
+def part_of(name: str, x: Any, rows: slice, keys: slice) -> Any:
+    """Return the rows of one sequence as a view of shape (1, heads, seqlen, dim).
+
+    `rows` and `keys` are the rows of queries and of keys. `name` is that of a packed array.
+    """
+    return x[keys if name in ("k", "v") else rows][None].swapaxes(1, 2)
+
+
 @opaque
 def attention_with_kvcache_reference(
     q: Any,

@@ -20,7 +20,7 @@ from cupy_flash.reference.gradients import (
     read_all,
     with_slopes,
 )
-from cupy_flash.reference.packed import packed_modifications, packed_sequences
+from cupy_flash.reference.packed import packed_modifications, packed_sequences, part_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -161,7 +161,7 @@ def packed_gradients(
     for rows, keys, sequence in packed_sequences(
         *(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), seqused_k=seqused_k
     ):
-        part = functools.partial(_sequence_result, rows=rows, keys=keys)
+        part = functools.partial(part_of, rows=rows, keys=keys)
         gradient_formula(
             *(part("q", dout), part("q", q), part("k", k), part("v", v)),
             out=None if out is None else part("q", out),
@@ -174,11 +174,3 @@ def packed_gradients(
             into=gradients.parts(part),
         )
     return gradients.results(convert)
-
-
-def _sequence_result(name: str, x: Any, rows: slice, keys: slice) -> Any:
-    """Return the rows of one sequence; `name` tells whether `x` has query rows or key rows.
-
-    The result is a view of shape (1, heads, seqlen, dim).
-    """
-    return x[rows if name == "q" else keys][None].swapaxes(1, 2)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from cupy_flash.arrays.kinds import result_converter
 from cupy_flash.arrays.streams import on_stream
 from cupy_flash.arrays.strided import array_module
+from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
+from cupy_flash.mods.on_arrays.scores import Pairs
 from cupy_flash.opaque import opaque
+from cupy_flash.problem.gradient import ROWS
 from cupy_flash.reference.eight_bits import widened
-from cupy_flash.reference.packed import packed_modifications, packed_sequences
+from cupy_flash.reference.modifications import MovingModifications
+from cupy_flash.reference.packed import packed_modifications, packed_sequences, part_of
 from cupy_flash.reference.rows import precision_of
 from cupy_flash.reference.tangents import Tangents, read_all, tangent_formula
 
@@ -39,6 +43,7 @@ def attention_varlen_jvp_reference(
     softmax_scale: float | None = None,
     seqused_k: Any = None,
     return_lse: bool = False,
+    modification_tangents: Mapping[str, Any] | None = None,
     stream: Any | None = None,
     **modifications: Unpack[PackedModifications],
 ) -> tuple[Any, ...]:
@@ -55,9 +60,10 @@ def attention_varlen_jvp_reference(
         See `cupy_flash.attention_varlen_reference`.
     return_lse : bool
         Whether to return the log-sum-exp of each query row and its tangent, too.
+    modification_tangents : mapping, optional
+        Tangents of modifications, see `cupy_flash.flash_attention_jvp`.
     **modifications
-        Masks and changes of scores, see `cupy_flash.Modifications`; without seqlens_k. They have
-        no tangents.
+        Masks and changes of scores, see `cupy_flash.Modifications`; without seqlens_k.
 
     Returns
     -------
@@ -84,6 +90,7 @@ def attention_varlen_jvp_reference(
         softmax_scale=softmax_scale,
         seqused_k=seqused_k,
         return_lse=return_lse,
+        modification_tangents=modification_tangents,
         stream=stream,
         modifications=modifications,
     )
@@ -118,56 +125,119 @@ def _packed_call(
     max_seqlen_k: int,
     tangents: Tangents,
     *,
-    exact: bool,
-    causal: bool,
-    softmax_scale: float | None,
-    seqused_k: Any,
     return_lse: bool,
     stream: Any,
-    modifications: Mapping[str, Any],
+    **options: Any,
 ) -> tuple[Any, ...]:
-    """Return the results of a public function; `exact` tells that they are float64."""
+    """Return the results of a public function; see `PackedCall.of` for the options."""
     with on_stream(stream, q):
         convert = result_converter("q", q)
-        arrays, moving = read_all({"q": q, "k": k, "v": v}, tangents._asdict(), exact=exact)
-        dtype = np.dtype(np.float64) if exact else arrays["q"].dtype
-        compute, xp = precision_of(dtype), array_module(arrays["q"])
-        q, k, v = map(widened, arrays.values())
-        moving = {name: None if x is None else widened(x) for name, x in moving.items()}
-        shapes = (*q.shape[:2], v.shape[-1]), (q.shape[1], q.shape[0])
-        out, out_tangent = (xp.zeros(shapes[0], compute) for _ in range(2))
-        lse, lse_tangent = xp.full(shapes[1], -np.inf, compute), xp.zeros(shapes[1], compute)
-        bound_mods = packed_modifications(
-            modifications, q, cu_seqlens_q, max_seqlen_q, max_seqlen_k, causal=causal
-        )
-        for rows, keys, sequence in packed_sequences(
-            *(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), seqused_k=seqused_k
-        ):
-            moved = {
-                name: None if x is None else _of_sequence(x, rows if name == "q" else keys)
-                for name, x in moving.items()
-            }
+        lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        call = PackedCall.of({"q": q, "k": k, "v": v}, tangents._asdict(), (), lengths, **options)
+        q, v, compute = call.arrays["q"], call.arrays["v"], call.options["compute"]
+        xp, of_lse = array_module(q), (q.shape[1], q.shape[0])
+        out, out_tangent = (xp.zeros((*q.shape[:2], v.shape[-1]), compute) for _ in range(2))
+        lse, lse_tangent = xp.full(of_lse, -np.inf, compute), xp.zeros(of_lse, compute)
+        for rows, keys, given in call.sequences():
+            arrays, moving = call.part(rows, keys)
             results = tangent_formula(
-                _of_sequence(q, rows),
-                _of_sequence(k, keys),
-                _of_sequence(v, keys),
-                Tangents(**moved),
-                compute=compute,
-                causal=causal,
-                softmax_scale=softmax_scale,
-                q_offset=None,
-                bound_mods=bound_mods,
-                sequence=sequence,
+                **arrays, tangents=Tangents(**moving), **call.options, sequence=given
             )
             out[rows], out_tangent[rows] = (x[0].swapaxes(0, 1) for x in results[:2])
             lse[:, rows], lse_tangent[:, rows] = (x[0] for x in results[2:])
         with np.errstate(all="ignore"):
-            found = [x.astype(dtype, copy=False) for x in (out, out_tangent)]
+            found = [x.astype(call.dtype, copy=False) for x in (out, out_tangent)]
         if return_lse:
             found += [lse, lse_tangent]
         return tuple(map(convert, found))
 
 
-def _of_sequence(x: Any, rows: slice) -> Any:
-    """Return the rows of one sequence as a view of shape (1, heads, seqlen, dim)."""
-    return x[rows][None].swapaxes(1, 2)
+class PackedCall(NamedTuple):
+    """Checked arrays of a varlen call, with tangents.
+
+    Attributes
+    ----------
+    inputs
+        Arrays q, k and v with their own dtypes, by name.
+    arrays, tangents
+        Arrays (total, heads, dim) by name, and their tangents by the same names; None for tangents
+        of zeros.
+    options
+        Arguments of a formula, as those of `DenseCall`.
+    moving
+        Modifications and their tangents.
+    dtype
+        Dtype of the results.
+    lengths, seqused_k
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k; and seqused_k.
+    """
+
+    inputs: dict[str, Any]
+    arrays: dict[str, Any]
+    tangents: dict[str, Any]
+    options: dict[str, Any]
+    moving: MovingModifications
+    dtype: np.dtype[Any]
+    lengths: tuple[Any, Any, int, int]
+    seqused_k: Any
+
+    @classmethod
+    def of(
+        cls,
+        arrays: Mapping[str, Any],
+        tangents: Mapping[str, Any],
+        wrt: Iterable[str],
+        lengths: tuple[Any, Any, int, int],
+        *,
+        exact: bool,
+        causal: bool,
+        softmax_scale: float | None,
+        seqused_k: Any,
+        modification_tangents: Mapping[str, Any] | None,
+        modifications: Mapping[str, Any],
+    ) -> PackedCall:
+        """Return the call of arrays of any type; see `DenseCall.of`.
+
+        `lengths` are cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k.
+
+        Raises
+        ------
+        TypeError, ValueError
+            See `cupy_flash.attention_jvp_reference`.
+        """
+        arrays, tangents = read_all(arrays, tangents, exact=exact)
+        inputs = {name: arrays[name] for name in ROWS}
+        dtype = np.dtype(np.float64) if exact else arrays["q"].dtype
+        wide = {name: widened(x) for name, x in arrays.items()}
+        given = {name: None if x is None else widened(x) for name, x in tangents.items()}
+        cu_seqlens_q, _, max_seqlen_q, max_seqlen_k = lengths
+
+        def bind(modifications: Mapping[str, Any]) -> BoundModifications:
+            return packed_modifications(
+                *(modifications, wide["q"], cu_seqlens_q, max_seqlen_q, max_seqlen_k),
+                causal=causal,
+            )
+
+        moving = MovingModifications.of(modifications, modification_tangents, wrt, bind)
+        options = {
+            "compute": precision_of(dtype),
+            "causal": causal,
+            "softmax_scale": softmax_scale,
+            "q_offset": None,
+            "bound_mods": moving.bound,
+            "mod_tangents": moving.tangents,
+        }
+        return cls(inputs, wide, given, options, moving, dtype, lengths, seqused_k)
+
+    def sequences(self) -> Iterator[tuple[slice, slice, Pairs]]:
+        """Yield the rows of each sequence, see `packed_sequences`."""
+        q, k = self.arrays["q"], self.arrays["k"]
+        return packed_sequences(q, k, *self.lengths, seqused_k=self.seqused_k)
+
+    def part(self, rows: slice, keys: slice) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return arrays and tangents of the sequence with these rows, (1, heads, seqlen, dim)."""
+        of_arrays, of_tangents = (
+            {n: None if x is None else part_of(n, x, rows, keys) for n, x in arrays.items()}
+            for arrays in (self.arrays, self.tangents)
+        )
+        return of_arrays, of_tangents

@@ -1,14 +1,14 @@
-"""Formula of the tangents of attention, its derivative along a direction in q, k and v.
+"""Formula of the tangents of attention, its derivative along a direction in its inputs.
 
 With x = softmax_scale * q k', t the modified score of x, and P = exp(t - lse), a dot marks a
 tangent:
 
-    x. = softmax_scale * (q. k' + q k.')        t. = x. * dt/dx
-    lse. = rowsum(P * t.)                       out. = (P * R * (t. - lse.)) v + (P * R) v.
+    x. = softmax_scale * (q. k' + q k.')        t. = x. * dt/dx + u.
+    lse. = rowsum(P * t.) + w * sink.           out. = (P * R * (t. - lse.)) v + (P * R) v.
 
-R are the factors of dropout on the weights: 0 or 1 / (1 - dropout_p), and 1 without dropout. A row
-that attends to one key has t. = lse. exactly, so that its output has exactly the tangent of the
-value.
+u. is the effect of the tangents of a bias and of captures on t, w = exp(sink - lse), and R are the
+factors of dropout on the weights: 0 or 1 / (1 - dropout_p), and 1 without dropout. A row that
+attends to one key has t. = lse. exactly, so that its output has exactly the tangent of the value.
 
 Lu and Song, "Simplifying, Stabilizing and Scaling Continuous-Time Consistency Models" (2024),
 compute the same sums while they iterate over tiles of keys.
@@ -16,7 +16,8 @@ compute the same sums while they iterate over tiles of keys.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -32,13 +33,14 @@ from cupy_flash.arrays.strided import (
 )
 from cupy_flash.mods.keywords import with_offsets
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
+from cupy_flash.mods.on_arrays.score_tangents import ModificationTangents, MovingScores
 from cupy_flash.mods.on_arrays.scores import FIRST_PAIR, Pairs
 from cupy_flash.mods.shapes import refuse_other_lengths
 from cupy_flash.opaque import opaque
 from cupy_flash.problem.gradient import ROWS
 from cupy_flash.reference.dropout import factors
 from cupy_flash.reference.eight_bits import widened
-from cupy_flash.reference.modifications import fitting_modifications
+from cupy_flash.reference.modifications import MovingModifications, fitting_modifications
 from cupy_flash.reference.rows import (
     Rows,
     as_bhsd,
@@ -81,6 +83,7 @@ def attention_jvp_reference(
     q_offset: Any = None,
     layout: str = "bshd",
     return_lse: bool = False,
+    modification_tangents: Mapping[str, Any] | None = None,
     stream: Any | None = None,
     **modifications: Unpack[Modifications],
 ) -> tuple[Any, ...]:
@@ -89,7 +92,7 @@ def attention_jvp_reference(
     The axes are (batch, seqlen, heads, head_dim). Arrays (batch, heads, seqlen, head_dim), as
     PyTorch has them, need layout="bhsd": without it heads and seqlen are silently confused.
 
-    The tangent is the derivative of the output as q, k and v move along their tangents. The scores
+    The tangent is the derivative of the output as the inputs move along their tangents. The scores
     are computed in chunks, as in `cupy_flash.attention_reference`.
 
     Parameters
@@ -101,8 +104,10 @@ def attention_jvp_reference(
         dtype. A missing tangent counts as zeros, and takes no time.
     causal, softmax_scale, q_offset, layout, return_lse, stream
         See `cupy_flash.attention_reference`; all arrays have the layout of q.
+    modification_tangents : mapping, optional
+        Tangents of modifications, see `cupy_flash.flash_attention_jvp`.
     **modifications
-        Masks and changes of scores, see `cupy_flash.Modifications`. They have no tangents.
+        Masks and changes of scores, see `cupy_flash.Modifications`.
 
     Returns
     -------
@@ -144,6 +149,7 @@ def attention_jvp_reference(
         q_offset=q_offset,
         layout=layout,
         return_lse=return_lse,
+        modification_tangents=modification_tangents,
         stream=stream,
         modifications=modifications,
     )
@@ -182,10 +188,12 @@ def _dense_call(
     """Return the results of a public function; see `DenseCall.of` for the options."""
     with on_stream(stream, q):
         convert = result_converter("q", q)
-        call = DenseCall.of({"q": q, "k": k, "v": v}, tangents._asdict(), **options)
+        call = DenseCall.of({"q": q, "k": k, "v": v}, tangents._asdict(), (), **options)
         results = tangent_formula(**call.arrays, tangents=Tangents(**call.tangents), **call.options)
         out, out_tangent, *of_rows = results
-        found = [call.result(x) for x in (out, out_tangent)]
+        with np.errstate(all="ignore"):
+            found = [x.astype(call.dtype, copy=False) for x in (out, out_tangent)]
+        found = [from_bhsd(x, call.layout, call.batch) for x in found]
         if return_lse:
             found += [x.reshape(*call.batch, *x.shape[1:]) for x in of_rows]
         return tuple(map(convert, found))
@@ -196,20 +204,27 @@ class DenseCall(NamedTuple):
 
     Attributes
     ----------
+    inputs
+        Arrays q, k and v with their own axes and dtypes, by name.
     arrays, tangents
         Arrays (batch, heads, seqlen, dim) by name, and their tangents by the same names; None for
         tangents of zeros.
     options
-        Arguments `compute`, `causal`, `softmax_scale`, `q_offset` and `bound_mods` of a formula.
+        Arguments `compute`, `causal`, `softmax_scale`, `q_offset`, `bound_mods` and `mod_tangents`
+        of a formula.
+    moving
+        Modifications and their tangents.
     dtype
         Dtype of the results.
     layout, batch
         Layout of the given arrays, and lengths of the batch axes of q.
     """
 
+    inputs: dict[str, Any]
     arrays: dict[str, Any]
     tangents: dict[str, Any]
     options: dict[str, Any]
+    moving: MovingModifications
     dtype: np.dtype[Any]
     layout: str
     batch: tuple[int, ...]
@@ -219,12 +234,14 @@ class DenseCall(NamedTuple):
         cls,
         arrays: Mapping[str, Any],
         tangents: Mapping[str, Any],
+        wrt: Iterable[str],
         *,
         exact: bool,
         causal: bool,
         softmax_scale: float | None,
         q_offset: Any,
         layout: str,
+        modification_tangents: Mapping[str, Any] | None,
         modifications: Mapping[str, Any],
     ) -> DenseCall:
         """Return the call of arrays of any type.
@@ -233,9 +250,11 @@ class DenseCall(NamedTuple):
         ----------
         arrays, tangents
             q, k, v and other arrays with the axes of q, and tangents of these arrays, by name.
+        wrt
+            Names of the inputs whose gradients are differentiated.
         exact
             Whether results are float64. Otherwise all arrays and results have one dtype.
-        causal, softmax_scale, q_offset, layout, modifications
+        causal, softmax_scale, q_offset, layout, modification_tangents, modifications
             See `attention_jvp_reference`.
 
         Raises
@@ -252,23 +271,21 @@ class DenseCall(NamedTuple):
         wide = dict(zip(ROWS, operands, strict=True))
         wide |= {n: to_bhsd(widened(x), layout) for n, x in arrays.items() if n not in ROWS}
         sizes = sizes_of(wide["q"], wide["k"])
+        bind = functools.partial(fitting_modifications, q=wide["q"], sizes=sizes, causal=causal)
+        moving = MovingModifications.of(others, modification_tangents, wrt, bind)
         options = {
             "compute": precision_of(dtype),
             "causal": causal,
             "softmax_scale": softmax_scale,
             "q_offset": q_offset,
-            "bound_mods": fitting_modifications(others, wide["q"], sizes, causal=causal),
+            "bound_mods": moving.bound,
+            "mod_tangents": moving.tangents,
         }
-        moving = {
+        tangents = {
             name: None if x is None else to_bhsd(widened(x), layout) for name, x in tangents.items()
         }
-        return cls(wide, moving, options, dtype, layout, q.shape[:-3])
-
-    def result(self, array: Any) -> Any:
-        """Return a (batch, heads, seqlen, dim) array as a result with the axes of the inputs."""
-        with np.errstate(all="ignore"):
-            array = array.astype(self.dtype, copy=False)
-        return from_bhsd(array, self.layout, self.batch)
+        inputs = {name: arrays[name] for name in ROWS}
+        return cls(inputs, wide, tangents, options, moving, dtype, layout, q.shape[:-3])
 
 
 def read_all(
@@ -330,6 +347,7 @@ def tangent_formula(
     softmax_scale: float | None,
     q_offset: int | None,
     bound_mods: BoundModifications,
+    mod_tangents: ModificationTangents,
     sequence: Pairs = FIRST_PAIR,
 ) -> tuple[Any, Any, Any, Any]:
     """Return out, its tangent, lse and its tangent of (batch, heads, seqlen, dim) arrays.
@@ -344,27 +362,85 @@ def tangent_formula(
     out, out_tangent = (xp.zeros((batch, heads_q, seqlen_q, v.shape[3]), compute) for _ in range(2))
     lse, lse_tangent = (xp.zeros((batch, heads_q, seqlen_q), compute) for _ in range(2))
     lse[...] = sinks[:, None]
+    if mod_tangents.sinks is not None:
+        lse_tangent[...] = xp.where(sinks == -np.inf, 0, mod_tangents.sinks)[:, None]
     for rows in chunks_of_rows(xp, q, k, visible, bound_mods, sequence):
         if rows.end == 0:
             continue
         with np.errstate(all="ignore"):
             x = rows.scores(q, k, scale, compute, xp)
-            p, seen, slope, row_lse = softmax_and_slope(xp, x, rows, bound_mods, sinks[rows.head])
-            rows.queries(lse)[...] = row_lse
-            weights = p * factors(bound_mods.dropout, rows.pairs, compute, xp)
+            dx = score_tangents(rows, q, k, tangents, scale, compute, xp)
+            softmax = MovingSoftmax.of(xp, x, dx, rows, bound_mods, mod_tangents, sinks)
+            rows.queries(lse)[...] = softmax.lse
+            seen, kept = softmax.seen, factors(bound_mods.dropout, rows.pairs, compute, xp)
+            weights = softmax.p * kept
             v_rows = rows.keys(v).astype(compute)
             rows.queries(out)[...] = visible_product(xp, weights, seen, v_rows)
             if tangents.v is not None:
                 v_tangent = rows.keys(tangents.v).astype(compute)
                 rows.queries(out_tangent)[...] = visible_product(xp, weights, seen, v_tangent)
-            dx = score_tangents(rows, q, k, tangents, scale, compute, xp)
-            if dx is not None:
-                dt = xp.where(seen, dx if slope is None else dx * slope, 0)
-                mean = (p * dt).sum(axis=1)
-                rows.queries(lse_tangent)[...] = mean
-                weights *= dt - mean[:, None]
-                rows.queries(out_tangent)[...] += visible_product(xp, weights, seen, v_rows)
+            if softmax.p_tangent is not None:
+                rows.queries(lse_tangent)[...] = softmax.lse_tangent
+                moved = softmax.p_tangent * kept
+                rows.queries(out_tangent)[...] += visible_product(xp, moved, seen, v_rows)
     return out, out_tangent, lse, lse_tangent
+
+
+class MovingSoftmax(NamedTuple):
+    """Softmax of a chunk of rows whose scores have tangents.
+
+    Attributes
+    ----------
+    p, seen, slope, lse
+        Results of `softmax_and_slope`.
+    p_tangent : array, (rows, keys)
+        Tangents of p, 0 for masked pairs; None if nothing has a tangent.
+    lse_tangent : array, (rows,)
+        Tangents of the log-sum-exp; None if nothing has a tangent.
+    sink_weight : array, (rows,)
+        Weights exp(sink - lse) of the sink.
+    scores
+        The scores, with the tangents of their derivatives.
+    """
+
+    p: Any
+    seen: Any
+    slope: Any
+    lse: Any
+    p_tangent: Any
+    lse_tangent: Any
+    sink_weight: Any
+    scores: MovingScores
+
+    @classmethod
+    def of(
+        cls,
+        xp: Any,
+        x: Any,
+        x_tangent: Any,
+        rows: Rows,
+        bound_mods: BoundModifications,
+        mod_tangents: ModificationTangents,
+        sinks: Any,
+    ) -> MovingSoftmax:
+        """Return the softmax of scaled scores, given the tangents of these, or None for zeros."""
+        sink, sink_tangent = sinks[rows.head], mod_tangents.sinks
+        p, seen, slope, lse = softmax_and_slope(xp, x, rows, bound_mods, sink)
+        scores = MovingScores(bound_mods.scores, x, x_tangent, mod_tangents, rows.pairs, xp)
+        sink_weight = xp.where(sink == -np.inf, 0, xp.exp(sink - lse))
+        tangent, lse_tangent = scores.tangent(slope), None
+        if tangent is None and sink_tangent is not None:
+            tangent = xp.zeros_like(p)
+        if tangent is not None:
+            xp.copyto(tangent, 0, where=~seen)
+            lse_tangent = (p * tangent).sum(axis=1)
+            if sink_tangent is not None:
+                moved = sink_weight * sink_tangent[rows.head].astype(p.dtype)
+                lse_tangent += xp.where(sink == -np.inf, 0, moved)
+            tangent -= lse_tangent[:, None]
+            # From here on, this is the tangent of p.
+            tangent *= p
+        return cls(p, seen, slope, lse, tangent, lse_tangent, sink_weight, scores)
 
 
 def score_tangents(

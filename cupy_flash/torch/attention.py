@@ -334,7 +334,7 @@ def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) ->
             return transforms.attention(call, inputs, return_lse)
         if is_observed() and (results := results_of_operator(call, inputs)) is not None:
             return results if return_lse else results[0]
-        if transforms.have_tangents(inputs):
+        if transforms.have_tangents(call, inputs):
             return transforms.attention(call, inputs, return_lse)
         for name, tensor in zip(call.names, inputs, strict=True):
             require_whole(name, tensor)
@@ -357,7 +357,7 @@ def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) ->
 def _with_statistics(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return out, lse and row statistics of a call; the statistics have no gradient."""
     if may_be_transformed():
-        if transforms.are_active() or transforms.have_tangents(inputs):
+        if transforms.are_active() or transforms.have_tangents(call, inputs):
             raise NotImplementedError(
                 f"{', '.join(call.options.statistics)} of attention is not computed inside of "
                 "torch.func transforms and forward mode; call the function outside of them"

@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cupy_flash.api.hvp import flash_attention_hvp
-from cupy_flash.api.jvp import flash_attention_jvp
 from cupy_flash.arrays.torch_arrays import is_tracked, version_of
 from cupy_flash.calls.gpu import torch_autograd
 from cupy_flash.differentiable import DifferentiableCall
-from cupy_flash.problem.gradient import ROWS
+from cupy_flash.problem.gradient import tangent_of
 
 # `Function.apply` takes 2.5 us longer, for functorch transforms. Calls inside of these use the
 # functions of `cupy_flash.torch.transforms` instead.
@@ -118,9 +116,9 @@ def _saved_call(
 class _Gradients(_Function):  # type: ignore[misc]
     """Autograd function of the backward pass of the autograd function with the context `of_call`.
 
-    Its own backward pass receives a direction in q, k and v, and differentiates the dot product of
-    this direction and the gradients of q, k and v. This dot product is the derivative of
-    sum(dout * out) + sum(dlse * lse) along the direction. Its gradients of q, k and v are the
+    Its own backward pass receives a direction in the inputs of the call, and differentiates the dot
+    product of this direction and the gradients of the inputs. This dot product is the derivative of
+    sum(dout * out) + sum(dlse * lse) along the direction. Its gradients of the inputs are the
     product of the Hessian and the direction. Those of dout and dlse are tangents of out and lse.
     """
 
@@ -161,14 +159,17 @@ class _SecondGradients(_Function):  # type: ignore[misc]
         if torch.is_grad_enabled():
             raise no_third_derivative()
         tensors = ctx.saved_tensors[ctx.count :]
-        of_dout, of_dlse, *of_rows = gradients[: 2 + len(ROWS)]
+        of_dout, of_dlse, *of_inputs = gradients[: 2 + ctx.count]
+        call, _ = ctx.of_gradients.of_call.call_and_record
+        _, _, *needed = ctx.needs_input_grad
+        wrt = _needed_names(call, needed)
+        moving = _tangents(call, of_inputs) | {"dout_tangent": of_dout, "dlse_tangent": of_dlse}
         # The Hessian is symmetric, and the transpose of a tangent is a gradient.
-        found = _hessian_product(ctx.of_gradients, tensors, (*of_rows, of_dout), of_dlse)
+        found = _hessian_product(ctx.of_gradients, tensors, moving, wrt)
         # Constants get zeros, and raise an error if autograd needs their gradients.
         zeros = (None if x is None else torch.zeros_like(x) for x in tensors)
-        every = (*found, *(None,) * (ctx.count - len(ROWS)), *zeros)
-        needed = zip(every, ctx.needs_input_grad[2:], strict=True)
-        return None, None, *(x if is_needed else None for x, is_needed in needed)
+        every = (*(found.get(name) for name in call.names), *zeros)
+        return None, None, *(x if y else None for x, y in zip(every, needed, strict=True))
 
 
 class _Constant(_Function):  # type: ignore[misc]
@@ -192,36 +193,41 @@ def _second_gradients(
         return result
     call, inputs, _ = _saved_call(ctx.of_call, tensors[2:])
     of_dout, of_dlse, *needed = ctx.needs_input_grad[1:]
-    by_name = dict(zip(call.names, directions, strict=True))
-    named = zip(call.names, directions, needed, strict=False)
-    require_second_derivative(call, [name for name, x, y in named if x is not None or y])
-    moving = [by_name[name] for name in ROWS]
-    if any(needed[: len(ROWS)]):
-        found = _hessian_product(ctx, tensors, (*moving, None), None)
-        for i, x in enumerate(found):
-            result[2 + i] = x if needed[i] else None
+    moving, wrt = _tangents(call, directions), _needed_names(call, needed)
+    found = _hessian_product(ctx, tensors, moving, wrt)
+    result[2 : 2 + len(call.names)] = [found.get(name) for name in call.names]
     if of_dout or of_dlse:
-        rows, keywords = inputs[: len(ROWS)], call.keywords(inputs)
-        _, of_out, _, of_lse = flash_attention_jvp(*rows, *moving, return_lse=True, **keywords)
+        of_out, of_lse = call.push_forward(inputs, moving)
         result[:2] = of_out if of_dout else None, of_lse if of_dlse else None
     return result
 
 
+def _tangents(
+    call: DifferentiableCall, directions: Sequence[Tensor | None]
+) -> dict[str, Tensor | None]:
+    """Return a direction in the inputs of a call as tangents by name."""
+    return {tangent_of(name): x for name, x in zip(call.names, directions, strict=True)}
+
+
+def _needed_names(call: DifferentiableCall, needed: Sequence[bool]) -> tuple[str, ...]:
+    """Return the names of those inputs of a call for which `needed` is True."""
+    return tuple(name for name, is_it in zip(call.names, needed, strict=False) if is_it)
+
+
 def _hessian_product(
-    ctx: Any,
-    tensors: Sequence[Any],
-    directions: Sequence[Tensor | None],
-    of_dlse: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """Return the tangents of gradients along directions in q, k, v, dout and dlse."""
+    ctx: Any, tensors: Sequence[Any], moving: dict[str, Tensor | None], wrt: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """Return the tangents of the gradients of the inputs in `wrt` by name.
+
+    `moving` has the tangents of inputs, dout and dlse.
+    """
+    if not wrt:
+        return {}
     dout, dlse, *saved = tensors
     call, inputs, (out, _) = _saved_call(ctx.of_call, tuple(saved))
-    if dout is None:
-        dout = torch.zeros_like(out)
-    rows, keywords = inputs[: len(ROWS)], call.keywords(inputs)
-    return flash_attention_hvp(
-        *(dout, *rows, *directions), dlse=dlse, dlse_tangent=of_dlse, **keywords
-    )
+    dout = torch.zeros_like(out) if dout is None else dout
+    found = call.push_forward(inputs, {**moving, "dout": dout, "dlse": dlse}, wrt)
+    return dict(zip(wrt, found, strict=True))
 
 
 def captured_versions(call: DifferentiableCall) -> list[Version]:
@@ -245,21 +251,12 @@ def require_versions(versions: list[Version]) -> None:
             )
 
 
-def require_second_derivative(call: DifferentiableCall, names: Sequence[str]) -> None:
-    """Raise NotImplementedError unless gradients of these inputs of a call have derivatives."""
-    if call.options.kind != "dense":
-        raise no_second_derivative("of packed sequences")
-    for name in names:
-        if name not in ROWS:
-            raise no_second_derivative(f"with respect to {name}")
-
-
 def no_second_derivative(which: str) -> NotImplementedError:
     """Return the error for a derivative of gradients or tangents that is not computed."""
     return NotImplementedError(
-        f"attention of cupy_flash.torch has no second derivative {which}, as in a gradient penalty "
-        "or hessian; only q, k and v of dense calls outside of graphs have second derivatives, so "
-        "pass other tensors detached"
+        f"attention of cupy_flash.torch has no second derivative {which}; calls outside of graphs "
+        "have those of a gradient penalty, hvp or hessian, in reverse over reverse, forward over "
+        "reverse and reverse over forward mode"
     )
 
 

@@ -8,21 +8,31 @@ from typing import Any
 from torch import Tensor
 
 from cupy_flash.arrays.kinds import elements
-from cupy_flash.arrays.torch_arrays import is_recorded, is_tracked
+from cupy_flash.arrays.torch_arrays import (
+    has_tangent,
+    in_forward_mode,
+    is_any_tensor,
+    is_recorded,
+    is_tracked,
+)
 from cupy_flash.differentiable import DifferentiableCall
 
 
 def with_tracked(
     call: DifferentiableCall, inputs: tuple[Any, ...]
 ) -> tuple[DifferentiableCall, tuple[Any, ...]]:
-    """Return a call whose slopes and captures that require gradients are differentiable inputs.
+    """Return a call whose slopes and captures are differentiable inputs if they are differentiated.
+
+    These are tensors that require gradients, have tangents, or belong to a transform.
 
     Raises
     ------
     ValueError
         For another tensor that requires a gradient, which attention does not compute.
     """
-    call, tracked = call.with_inputs(lambda _, x: is_tracked(x))
+    call, tracked = call.with_inputs(
+        lambda _, x: is_tracked(x) or (in_forward_mode() and is_any_tensor(x) and has_tangent(x))
+    )
     _require_constants(call)
     return call, (*inputs, *tracked)
 

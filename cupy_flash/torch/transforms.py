@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
 
-from cupy_flash.api.hvp import flash_attention_hvp
 from cupy_flash.arrays.kinds import is_number_or_list, seed_and_offset
 from cupy_flash.arrays.torch_arrays import (
     IN_TRANSFORM,
@@ -23,14 +22,13 @@ from cupy_flash.arrays.torch_arrays import (
 )
 from cupy_flash.differentiable import DifferentiableCall
 from cupy_flash.mods.keywords import DROPOUT_SEED
-from cupy_flash.problem.gradient import ROWS, TANGENTS
+from cupy_flash.problem.gradient import tangent_of
 from cupy_flash.torch.batching import mapped_results
 from cupy_flash.torch.functions import (
     Version,
     captured_versions,
     no_second_derivative,
     no_third_derivative,
-    require_second_derivative,
     require_versions,
 )
 from cupy_flash.torch.tracked import with_tracked
@@ -46,9 +44,12 @@ def are_active() -> bool:
     return is_in_transform() and not is_traced()
 
 
-def have_tangents(tensors: tuple[Tensor, ...]) -> bool:
-    """Return whether a tensor has a tangent, and torch does not trace a graph in addition."""
-    return in_forward_mode() and not is_traced() and any(map(has_tangent, tensors))
+def have_tangents(call: DifferentiableCall, inputs: tuple[Tensor, ...]) -> bool:
+    """Return whether a tensor of a call has a tangent, and torch does not trace a graph as well."""
+    if not in_forward_mode() or is_traced():
+        return False
+    _, others = call.with_inputs(lambda _, x: isinstance(x, Tensor) and has_tangent(x))
+    return bool(others) or any(map(has_tangent, inputs))
 
 
 def attention(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) -> Any:
@@ -57,7 +58,7 @@ def attention(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: boo
     Raises
     ------
     NotImplementedError
-        Inside of torch.func.functionalize, and for a tangent of another input than q, k and v.
+        Inside of torch.func.functionalize, and for a tangent of a tensor without gradients.
     """
     if any(level.key() not in _SUPPORTED for level in get_interpreter_stack() or ()):
         raise NotImplementedError(f"{call.names[0]} {IN_TRANSFORM}")
@@ -211,9 +212,9 @@ class _Attention(_Transformable):
         for name, tangent in zip(names, of_tensors, strict=True):
             if tangent is None:
                 continue
-            if name not in ROWS:
+            if name not in call.names:
                 raise NotImplementedError(f"{name} {NO_FORWARD_MODE}")
-            tensors[f"{name}_tangent"] = tangent
+            tensors[tangent_of(name)] = tangent
         return _Pushforward(call, tuple(tensors), ctx.versions).apply(tensors.values())
 
     @staticmethod
@@ -261,8 +262,8 @@ def _needed(ctx: Any) -> list[str]:
 class _Gradients(_Derivative):
     """Autograd function of gradients.
 
-    The arguments out and lse have no derivatives, because they are functions of q, k and v: the
-    tangents of q, k and v determine theirs.
+    The arguments out and lse have no derivatives, because they are functions of the inputs: the
+    tangents of the inputs determine theirs.
     """
 
     @staticmethod
@@ -270,21 +271,17 @@ class _Gradients(_Derivative):
         operation, (_, *of_tensors) = ctx.operation, tangents
         named = zip(operation.names, of_tensors, strict=True)
         moving = {n: x for n, x in named if x is not None and n not in _RESULTS}
-        inputs = [name for name in moving if name not in _GRADIENTS]
-        require_second_derivative(operation.call, [*inputs, *operation.wrt])
-        tensors = _tensors_of(ctx) | {f"{name}_tangent": x for name, x in moving.items()}
+        tensors = _tensors_of(ctx) | {tangent_of(name): x for name, x in moving.items()}
         return _Hessian.of(operation, tensors, operation.wrt).apply(tensors.values())
 
     @staticmethod
     def backward(ctx: Any, *directions: Tensor | None) -> Any:
         operation, needed = ctx.operation, _needed(ctx)
         of_inputs = zip(operation.wrt, directions, strict=True)
-        moving = {f"{name}_tangent": x for name, x in of_inputs if x is not None}
+        moving = {tangent_of(name): x for name, x in of_inputs if x is not None}
         if not moving:
             return (None,) * (len(operation.names) + 1)
         inputs = tuple(n for n in needed if n not in (*_RESULTS, *_GRADIENTS))
-        moved = [name.removesuffix("_tangent") for name in moving]
-        require_second_derivative(operation.call, [*inputs, *moved])
         tensors = _tensors_of(ctx)
         result: dict[str, Tensor] = {}
         if inputs:
@@ -315,19 +312,19 @@ class _TangentsOfResults(_Derivative):
         tensors = _tensors_of(ctx)
         q, v = tensors["q"], tensors["v"]
         given.setdefault("dout", q.new_zeros((*q.shape[:-1], v.shape[-1])))
-        inputs = tuple(name for name in needed if name not in TANGENTS)
-        require_second_derivative(operation.call, inputs)
+        of_tangents = {tangent_of(name): name for name in operation.call.names}
+        inputs = tuple(name for name in needed if name not in of_tangents)
         result: dict[str, Tensor] = {}
         if inputs:
             found = _Hessian.of(operation, tensors | given, inputs)
             result = dict(zip(inputs, found.apply((tensors | given).values()), strict=True))
-        moving = tuple(name for name in TANGENTS if name in needed)
+        moving = tuple(name for name in of_tangents if name in needed)
         if moving:
             # The gradients are linear in dout and dlse. Their tangent along (dout, dlse) is
             # therefore the gradient for this dout and dlse.
-            still = {name: x for name, x in tensors.items() if name not in TANGENTS} | given
-            still |= {f"{name}_tangent": x for name, x in given.items()}
-            wrt = tuple(name.removesuffix("_tangent") for name in moving)
+            still = {name: x for name, x in tensors.items() if name not in of_tangents} | given
+            still |= {tangent_of(name): x for name, x in given.items()}
+            wrt = tuple(of_tangents[name] for name in moving)
             found = _Hessian.of(operation, still, wrt)
             result |= zip(moving, found.apply(still.values()), strict=True)
         return None, *(result.get(name) for name in operation.names)
@@ -358,18 +355,17 @@ class _Backward(_Operation):
 
 
 class _Pushforward(_Operation):
-    """Tangents of out and lse of a call, whose tensors include tangents of q, k and v."""
+    """Tangents of out and lse of a call, whose tensors include tangents of its inputs."""
 
     function = _TangentsOfResults
 
     def run(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         call, inputs = self.given(tensors)
-        of_q, of_k, of_v = (tensors.get(name) for name in TANGENTS)
-        return call.push_forward(inputs, (of_q, of_k, of_v))
+        return call.push_forward(inputs, tensors)
 
 
 class _Hessian(_Operation):
-    """Tangents of the gradients in `wrt` of a dense call, whose tensors include tangents."""
+    """Tangents of the gradients in `wrt` of a call, whose tensors include tangents."""
 
     function = _Transformable
 
@@ -382,11 +378,4 @@ class _Hessian(_Operation):
 
     def run(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         call, inputs = self.given(tensors)
-        found = flash_attention_hvp(
-            *(tensors["dout"], *inputs[: len(ROWS)]),
-            *(tensors.get(name) for name in (*TANGENTS, "dout_tangent")),
-            dlse=tensors.get("dlse"),
-            dlse_tangent=tensors.get("dlse_tangent"),
-            **call.keywords(inputs),
-        )
-        return tuple(x for name, x in zip(ROWS, found, strict=True) if name in self.wrt)
+        return call.push_forward(inputs, tensors, self.wrt)

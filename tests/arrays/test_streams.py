@@ -191,6 +191,8 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "flash_attention_hvp": reference("flash_attention_hvp", 8),
     "attention_jvp_reference": reference("attention_jvp_reference", 6),
     "flash_attention_jvp": reference("flash_attention_jvp", 6),
+    "attention_varlen_hvp_reference": reference("attention_varlen_hvp_reference", 4, *SPANS),
+    "flash_attention_varlen_hvp": reference("flash_attention_varlen_hvp", 4, *SPANS),
     "attention_varlen_jvp_reference": reference("attention_varlen_jvp_reference", 3, *SPANS),
     "flash_attention_varlen_jvp": reference("flash_attention_varlen_jvp", 3, *SPANS),
     "attention_received": reference("attention_received", 2),

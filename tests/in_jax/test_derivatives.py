@@ -77,6 +77,61 @@ def ours(*inputs: Any, **options: Any) -> Any:
     return cj.flash_attention(*inputs, return_lse=True, **options)
 
 
+# Offsets of packed sequences, one of which is empty. The last rows belong to none.
+ENDS_Q, ENDS_K = np.array([0, 3, 3, 5], np.int32), np.array([0, 2, 4, 8], np.int32)
+PACKED_BIAS = (2, 6, 4)
+
+
+def packed_rows(device: Any, rng: np.random.Generator) -> tuple[Any, ...]:
+    """Return packed q, k and v with grouped heads, a bias and sinks."""
+    return numbers(device, rng, (6, 2, 3), (9, 1, 3), (9, 1, 4), PACKED_BIAS, (2,))
+
+
+def ours_packed(q: Any, k: Any, v: Any, bias: Any, sinks: Any, **options: Any) -> Any:
+    return cj.flash_attention_varlen(
+        *(q, k, v, ENDS_Q, ENDS_K, 3, 4), bias=bias, sinks=sinks, return_lse=True, **options
+    )
+
+
+def plain_packed(q: Any, k: Any, v: Any, bias: Any, sinks: Any, **options: Any) -> Any:
+    jnp = jax.numpy
+    outs, rows = [], []
+    for b in range(3):
+        of_q, of_k = (slice(*ends[b : b + 2]) for ends in (ENDS_Q, ENDS_K))
+        of_bias = bias[None, :, of_q, : of_k.stop - of_k.start]
+        given = q[None, of_q], k[None, of_k], v[None, of_k]
+        out, lse = plain(*given, bias=of_bias, sinks=sinks, **options)
+        outs.append(out[0])
+        rows.append(lse[0])
+    outs.append(jnp.zeros((1, 2, 4)))
+    # The log-sum-exp of a row of no sequence is -inf.
+    rows.append(jnp.full((2, 1), -jnp.inf))
+    return jnp.concatenate(outs), jnp.concatenate(rows, 1)
+
+
+def rows_of_everything(device: Any, rng: np.random.Generator) -> tuple[Any, ...]:
+    """Return q, k, v, a bias and sinks."""
+    return (*rows(device, rng), *numbers(device, rng, (2, 4, 5), (2,)))
+
+
+def ours_with_everything(q: Any, k: Any, v: Any, bias: Any, sinks: Any, **options: Any) -> Any:
+    return ours(q, k, v, bias=bias, sinks=sinks, **options)
+
+
+def plain_with_everything(q: Any, k: Any, v: Any, bias: Any, sinks: Any, **options: Any) -> Any:
+    return plain(q, k, v, bias=bias, sinks=sinks, **options)
+
+
+# Inputs, the function of the library, the formula, and options of calls with more inputs.
+OF_MORE_INPUTS: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
+    "packed": (packed_rows, ours_packed, plain_packed, {"causal": True, "softmax_scale": 0.7}),
+    "everything": (
+        *(rows_of_everything, ours_with_everything, plain_with_everything),
+        {"softcap": 1.5},
+    ),
+}
+
+
 def options_of(device: Any, rng: np.random.Generator) -> dict[str, dict[str, Any]]:
     """Return options of calls by name; every row attends to at least one key."""
     mask = np.ones((4, 5), bool)
@@ -96,11 +151,12 @@ OPTIONS = ("none", "causal", "bias", "mask", "sinks", "score_mod")
 
 
 def loss_of(function: Any, **options: Any) -> Callable[..., Any]:
-    """Return a function of q, k and v whose gradients of out and lse depend on q, k and v."""
+    """Return a function of the inputs whose gradients of out and lse depend on them."""
 
-    def loss(q: Any, k: Any, v: Any) -> Any:
-        out, lse = function(q, k, v, **options)
+    def loss(*inputs: Any) -> Any:
+        out, lse = function(*inputs, **options)
         weights = jax.numpy.linspace(-2, 3, out.size).reshape(out.shape)
+        lse = jax.numpy.where(lse == -jax.numpy.inf, 0, lse)
         return (jax.numpy.sin(out) * weights).sum() + (lse**2).sum()
 
     return loss
@@ -113,15 +169,21 @@ def along(loss: Any, directions: Any) -> Callable[..., Any]:
 
 def penalty(loss: Any) -> Callable[..., Any]:
     """Return the squared magnitude of gradients."""
-    return lambda *inputs: sum((x**2).sum() for x in grad(loss, EVERY)(*inputs))
+    return lambda *inputs: sum((x**2).sum() for x in grad(loss, each(inputs))(*inputs))
+
+
+def each(inputs: Any) -> tuple[int, ...]:
+    """Return the positions of the inputs."""
+    return tuple(range(len(inputs)))
 
 
 def products_of_samples(loss: Any, inputs: Any, directions: Any) -> Any:
     """Return mapped products with the Hessian of mapped and of shared inputs."""
-    q, k, v = inputs
+    q, *others = inputs
 
     def one(q: Any, direction: Any) -> Any:
-        return jvp(grad(loss, EVERY), (q, k, v), (direction, *directions[1:]))[1]
+        of_all = direction, *directions[1:]
+        return jvp(grad(loss, each(inputs)), (q, *others), of_all)[1]
 
     stacked = jax.numpy.stack([q, directions[0], -q])
     return vmap(one)(stacked, stacked[::-1]), vmap(one, (None, 0))(q, stacked)
@@ -129,21 +191,25 @@ def products_of_samples(loss: Any, inputs: Any, directions: Any) -> Any:
 
 WAYS: dict[str, Callable[..., Any]] = {
     "jvp": lambda f, x, t: jvp(f, x, t),
-    "one tangent": lambda f, x, t: jvp(lambda k: f(x[0], k, x[2]), x[1:2], t[1:2]),
+    "one tangent": lambda f, x, t: jvp(lambda k: f(x[0], k, *x[2:]), x[1:2], t[1:2]),
     "linearize": lambda f, x, t: linearize(f, *x)[1](*t),
-    "jacfwd": lambda f, x, t: jacfwd(f, EVERY)(*x),
+    "jacfwd": lambda f, x, t: jacfwd(f, each(x))(*x),
     "transpose": lambda f, x, t: jax.linear_transpose(lambda *t: along(f, t)(*x), *x)(
         f(*x).astype(float)
     ),
-    "hessian": lambda f, x, t: hessian(f, EVERY)(*x),
-    "reverse over reverse": lambda f, x, t: jacrev(jacrev(f, EVERY), EVERY)(*x),
-    "reverse over forward": lambda f, x, t: jacrev(jacfwd(f, EVERY), EVERY)(*x),
-    "tangents of gradients": lambda f, x, t: jvp(grad(f, EVERY), x, t)[1],
-    "gradients of tangents": lambda f, x, t: grad(along(f, t), EVERY)(*x),
-    "products with gradients": lambda f, x, t: vjp(grad(f, EVERY), *x)[1](t),
-    "penalty": lambda f, x, t: grad(penalty(f), EVERY)(*x),
-    "of a checkpoint": lambda f, x, t: grad(penalty(jax.checkpoint(f)), EVERY)(*x),
-    "of one": lambda f, x, t: grad(lambda k: (grad(f)(x[0], k, x[2]) ** 2).sum())(x[1]),
+    "hessian": lambda f, x, t: hessian(f, each(x))(*x),
+    "reverse over reverse": lambda f, x, t: jacrev(jacrev(f, each(x)), each(x))(*x),
+    "reverse over forward": lambda f, x, t: jacrev(jacfwd(f, each(x)), each(x))(*x),
+    "tangents of gradients": lambda f, x, t: jvp(grad(f, each(x)), x, t)[1],
+    "gradients of tangents": lambda f, x, t: grad(along(f, t), each(x))(*x),
+    "products with gradients": lambda f, x, t: vjp(grad(f, each(x)), *x)[1](t),
+    "penalty": lambda f, x, t: grad(penalty(f), each(x))(*x),
+    "of a checkpoint": lambda f, x, t: grad(penalty(jax.checkpoint(f)), each(x))(*x),
+    "of one": lambda f, x, t: grad(lambda k: (grad(f)(x[0], k, *x[2:]) ** 2).sum())(x[1]),
+    "of the last": lambda f, x, t: grad(lambda y: (grad(f)(*x[:-1], y) ** 2).sum())(x[-1]),
+    "tangent of the last": lambda f, x, t: jvp(
+        lambda y: grad(f, (1, 2))(*x[:-1], y), x[-1:], t[-1:]
+    )[1],
     "mapped": products_of_samples,
 }
 
@@ -158,6 +224,12 @@ CASES = [
     if way not in MAPPED or option == "score_mod"
 ]
 CASES += [(way, "bias", True) for way in WAYS]
+CASES += [(way, call, False) for way in WAYS for call in OF_MORE_INPUTS if way not in MAPPED]
+CASES += [
+    (way, call, True)
+    for way in ("jvp", "penalty", "tangents of gradients")
+    for call in OF_MORE_INPUTS
+]
 
 
 @pytest.mark.parametrize(("way", "option", "is_compiled"), CASES)
@@ -165,19 +237,39 @@ def test_derivatives_are_those_of_the_formula(
     way: str, option: str, is_compiled: bool, device: Any, rng: np.random.Generator
 ) -> None:
     with in_64_bits("float64"):
-        options = options_of(device, rng)[option]
-        inputs, directions = rows(device, rng), rows(device, rng)
+        if option in OF_MORE_INPUTS:
+            make, library, formula, options = OF_MORE_INPUTS[option]
+        else:
+            make, library, formula = rows, ours, plain
+            options = options_of(device, rng)[option]
+        inputs, directions = make(device, rng), make(device, rng)
 
         def derivatives(function: Any) -> Callable[..., Any]:
             return lambda inputs, directions: WAYS[way](
                 loss_of(function, **options), inputs, directions
             )
 
-        run = derivatives(ours)
+        run = derivatives(library)
         found = (jax.jit(run) if is_compiled else run)(inputs, directions)
-        expected = derivatives(plain)(inputs, directions)
+        expected = derivatives(formula)(inputs, directions)
         assert_tree_close(found, expected)
         assert all(np.any(x) for x in jax.tree.leaves(expected))
+
+
+@pytest.mark.parametrize("i", [3, 4])
+def test_mapped_tangents_of_modifications(i: int, device: Any, rng: np.random.Generator) -> None:
+    with in_64_bits("float64"):
+        inputs, directions = (rows_of_everything(device, rng) for _ in range(2))
+        loss = loss_of(ours_with_everything)
+        moving = jax.numpy.stack([directions[i], -2 * directions[i]])
+
+        def product(direction: Any) -> Any:
+            of_all = [direction if n == i else x for n, x in enumerate(directions)]
+            return jvp(grad(loss, each(inputs)), inputs, tuple(of_all))[1]
+
+        found = vmap(product)(moving)
+        for n in range(2):
+            assert_tree_close([x[n] for x in found], list(product(moving[n])))
 
 
 def assert_tree_close(found: Any, expected: Any) -> None:
@@ -340,51 +432,40 @@ def test_only_requested_gradients_are_computed(
     assert requests == [(("k",), [True, False]), (("q", "v"), [True, True])]
 
 
-# ---- What has no derivative
-
-
 @JIT
-@pytest.mark.parametrize("name", ["bias", "sinks"])
-def test_modifications_have_neither_tangents_nor_second_derivatives(
-    name: str, is_compiled: bool, device: Any, rng: np.random.Generator
+@pytest.mark.parametrize("form", ["a number", "bfloat16"])
+def test_gradients_of_sinks_have_their_shape_and_dtype(
+    form: str, is_compiled: bool, device: Any, rng: np.random.Generator
 ) -> None:
     inputs = tuple(x.astype(np.float32) for x in rows(device, rng))
-    option = options_of(device, rng)[name][name].astype(np.float32)
+    sinks = jax.device_put(rng.standard_normal(2), device).astype(np.float32)
+    given = sinks[0] if form == "a number" else sinks.astype(jax.numpy.bfloat16)
 
-    def loss(q: Any, option: Any) -> Any:
-        return (cj.flash_attention(q, *inputs[1:], **{name: option}) ** 2).sum()
+    def every(function: Any, sinks: Any) -> Any:
+        loss = loss_of(function)
 
-    q = inputs[0]
-    assert grad(loss, 1)(q, option).any()
-    message = rf"{name} has no second derivative in cupy_flash\.jax; only q, k and v do"
-    for function, argument, refused in (
-        (lambda x: jvp(lambda x: loss(q, x), (x,), (x,)), option, f"{name} has no tangent"),
-        (grad(lambda x: (grad(loss)(q, x) ** 2).sum()), option, message),
-        (grad(lambda q: (grad(loss, 1)(q, option) ** 2).sum()), q, message),
-        (grad(lambda x: jvp(lambda q: loss(q, x), (q,), (q,))[1]), option, message),
-    ):
-        with pytest.raises(NotImplementedError, match=refused):
-            (jax.jit(function) if is_compiled else function)(argument)
+        def of_sinks(sinks: Any) -> Any:
+            wide = jax.numpy.broadcast_to(sinks.astype(np.float32), (2,))
+            return loss(*inputs, wide if function is plain_with_sinks else sinks)
+
+        return jvp(grad(of_sinks), (sinks,), (jax.numpy.ones_like(sinks),))
+
+    def run(sinks: Any) -> Any:
+        return every(lambda q, k, v, sinks: ours(q, k, v, sinks=sinks), sinks)
+
+    found = (jax.jit(run) if is_compiled else run)(given)
+    for one, other in zip(found, every(plain_with_sinks, given), strict=True):
+        assert (one.shape, one.dtype) == (given.shape, given.dtype)
+        tolerance = 2**-6 if form == "bfloat16" else 1e-4
+        one, other = (np.asarray(x, np.float64) for x in (one, other))
+        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * np.abs(other).max())
 
 
-@JIT
-def test_packed_sequences_have_neither_tangents_nor_second_derivatives(
-    is_compiled: bool, device: Any, rng: np.random.Generator
-) -> None:
-    (x,) = numbers(device, rng, (5, 2, 4))
-    x, ends = x.astype(np.float32), np.array([0, 2, 5], np.int32)
+def plain_with_sinks(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+    return plain(q, k, v, sinks=sinks)
 
-    def loss(x: Any) -> Any:
-        return (cj.flash_attention_varlen(x, x, x, ends, ends, 3, 3) ** 2).sum()
 
-    for function, what in (
-        (lambda x: jvp(loss, (x,), (x,)), "tangent"),
-        (hessian(loss), "tangent|second derivative"),
-        (jacrev(jacrev(loss)), "second derivative"),
-    ):
-        message = rf"flash_attention_varlen has no ({what}) in cupy_flash\.jax"
-        with pytest.raises(NotImplementedError, match=message):
-            (jax.jit(function) if is_compiled else function)(x)
+# ---- What has no derivative
 
 
 @JIT

@@ -190,27 +190,47 @@ def test_gradients_of_a_call_with_tangents(device: str) -> None:
     assert all(map(torch.equal, found, torch.autograd.grad(sum(x.sum() for x in eager), inputs)))
 
 
+@MODES
 @pytest.mark.parametrize("name", ["bias", "sinks", "alibi_slopes"])
 @pytest.mark.parametrize("has_q", [False, True])
-def test_a_tangent_of_a_modification_is_refused(name: str, has_q: bool, device: str) -> None:
+def test_tangents_of_modifications_are_those_of_arrays(
+    name: str, has_q: bool, mode: Any, device: str
+) -> None:
     q, k, v = rows(device)
     shape = (2, 2, 4, 5) if name == "bias" else (2,)
-    option = number(device, *shape)
+    option, moving = number(device, *shape), number(device, *shape)
+    direction = torch.randn_like(q)
 
-    def function(q: Any, option: Any) -> Any:
-        return (ct.flash_attention(q, k, v, **{name: option}),)
+    def function(option: Any, q: Any = q) -> Any:
+        return ct.flash_attention(q, k, v, return_lse=True, **{name: option})
 
-    message = f"{name} has a tangent, and only q, k and v of calls"
-    tangents = torch.randn_like(q) if has_q else None, torch.randn_like(option)
-    with pytest.raises(NotImplementedError, match=message):
-        by_dual_tensors(function, (q, option), tangents)
-    with pytest.raises(NotImplementedError, match=message):
-        jvp(lambda option: function(q, option), (option,), tangents[1:])
+    given = (option, q) if has_q else (option,)
+    _, found = mode(function, given, (moving, direction)[: len(given)])
+    expected = flash_attention_jvp(
+        *(q, k, v, direction if has_q else None),
+        return_lse=True,
+        modification_tangents={name: moving},
+        **{name: option},
+    )
+    assert all(map(torch.equal, found, expected[1::2]))
+
+
+@MODES
+def test_a_tangent_of_a_cached_call_is_refused(mode: Any, device: str) -> None:
+    q, k, v = rows(device)
+    cached = q[:, :1], k, v
+    lengths = torch.full((2,), 5, dtype=torch.int32, device=device)
+
+    def step(q: Any) -> Any:
+        return (ct.flash_attention_with_kvcache(q, *cached[1:], cache_seqlens=lengths),)
+
+    with pytest.raises((NotImplementedError, TypeError), match=r"q has a tangent|transform"):
+        mode(step, cached[:1], (torch.randn_like(cached[0]),))
 
 
 def test_plain_functions_refuse_tangents(device: str) -> None:
     x = number(device, 5, 2, 4)
-    message = "q has a tangent, and only q, k and v of calls"
+    message = "q has a tangent, and only q, k, v, bias, sinks, slopes"
     with pytest.raises(NotImplementedError, match=message):
         by_dual_tensors(lambda x: (cupy_flash.flash_attention(x, x, x),), (x,), (x,))
 

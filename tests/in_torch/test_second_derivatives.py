@@ -44,6 +44,12 @@ def plain(q: Any, k: Any, v: Any, **options: Any) -> Any:
         scores = cap * (scores / cap).tanh()
     if "score_mod" in options:
         scores = scores.sin() * scores
+    if "gain" in options:
+        scores = scores.sin() * options["gain"][:, None, None] * scores
+    if "alibi_slopes" in options:
+        queries, keys = (torch.arange(n, device=q.device) for n in scores.shape[2:])
+        distances = (queries[:, None] + len(keys) - len(queries) - keys).abs()
+        scores = scores - options["alibi_slopes"][:, None, None] * distances
     if "bias" in options:
         scores = scores + options["bias"]
     if options.get("causal"):
@@ -57,6 +63,86 @@ def plain(q: Any, k: Any, v: Any, **options: Any) -> Any:
     else:
         lse = scores.logsumexp(3)
     return ((scores - lse[..., None]).exp() @ v).transpose(1, 2), lse
+
+
+NAMES = ("bias", "sinks", "alibi_slopes", "gain")
+# Offsets of packed sequences, one of which is empty. The last rows belong to none.
+ENDS_Q, ENDS_K = [0, 3, 3, 5], [0, 2, 4, 8]
+
+
+def modifications(device: str) -> tuple[Any, ...]:
+    """Return a bias, sinks, slopes and an array that a score function captures."""
+    return tuple(number(device, *shape) for shape in ((2, 4, 5), (2,), (2,), (2,)))
+
+
+def rows_and_modifications(device: str) -> tuple[Any, ...]:
+    return *rows(device), *modifications(device)
+
+
+def with_gain(gain: Any) -> ScoreMod:
+    return ScoreMod(lambda score, h, gain: np.sin(score) * gain[h] * score, gain=gain)
+
+
+def ours_with_modifications(q: Any, k: Any, v: Any, *others: Any) -> Any:
+    *named, gain = others
+    options = dict(zip(NAMES, named, strict=False))
+    return ours(q, k, v, score_mod=with_gain(gain), softcap=2.0, **options)
+
+
+def plain_with_modifications(q: Any, k: Any, v: Any, *others: Any) -> Any:
+    return plain(q, k, v, softcap=2.0, **dict(zip(NAMES, others, strict=True)))
+
+
+def packed(device: str) -> tuple[Any, ...]:
+    """Return packed q, k and v with grouped heads, and the modifications."""
+    _, *others = modifications(device)
+    shapes = (6, 2, 3), (9, 1, 3), (9, 1, 4), (2, 6, 4)
+    return *(number(device, *shape) for shape in shapes), *others
+
+
+def ours_packed(q: Any, k: Any, v: Any, *others: Any) -> Any:
+    ends = (torch.tensor(x, dtype=torch.int32, device=q.device) for x in (ENDS_Q, ENDS_K))
+    *named, gain = others
+    out, lse = ct.flash_attention_varlen(
+        *(q, k, v, *ends, 3, 4),
+        return_lse=True,
+        causal=True,
+        score_mod=with_gain(gain),
+        **dict(zip(NAMES, named, strict=False)),
+    )
+    # The log-sum-exp of a row of no sequence is -inf.
+    return out, lse.masked_fill(lse == -torch.inf, 0)
+
+
+def plain_packed(q: Any, k: Any, v: Any, bias: Any, *others: Any) -> Any:
+    outs, rows = [], []
+    for b in range(3):
+        of_q, of_k = (slice(*ends[b : b + 2]) for ends in (ENDS_Q, ENDS_K))
+        if of_q.start == of_q.stop:
+            continue
+        of_bias = bias[:, of_q, : of_k.stop - of_k.start]
+        out, lse = plain(
+            *(q[None, of_q], k[None, of_k], v[None, of_k]),
+            causal=True,
+            **dict(zip(NAMES, (of_bias, *others), strict=True)),
+        )
+        # A row without keys depends on its sink alone.
+        outs.append(out[0])
+        rows.append(lse[0])
+    outs.append(torch.zeros_like(q[5:, :, :1]).expand(1, 2, 4))
+    rows.append(torch.zeros_like(q[5:, :, 0]).T)
+    return torch.cat(outs), torch.cat(rows, 1)
+
+
+# Inputs, the function of the library, and the formula of calls with more inputs.
+OF_MORE_INPUTS: dict[str, tuple[Any, Any, Any]] = {
+    "modifications": (
+        rows_and_modifications,
+        ours_with_modifications,
+        plain_with_modifications,
+    ),
+    "packed": (packed, ours_packed, plain_packed),
+}
 
 
 def options_of(device: str) -> dict[str, dict[str, Any]]:
@@ -75,10 +161,10 @@ def options_of(device: str) -> dict[str, dict[str, Any]]:
 
 
 def loss_of(function: Any, device: str, **options: Any) -> Callable[..., Any]:
-    """Return a function of q, k and v whose gradients of out and lse depend on q, k and v."""
+    """Return a function of the inputs whose gradients of out and lse depend on them."""
 
-    def loss(q: Any, k: Any, v: Any) -> Any:
-        out, lse = function(q, k, v, **options)
+    def loss(*inputs: Any) -> Any:
+        out, lse = function(*inputs, **options)
         weights = torch.linspace(-2, 3, out.numel(), dtype=out.dtype, device=device)
         return (out.sin() * weights.view(out.shape)).sum() + lse.square().sum()
 
@@ -120,6 +206,13 @@ def by_dual_tensors(loss: Any, inputs: Any, directions: Any) -> Any:
 
 
 EVERY = (0, 1, 2)
+
+
+def each(inputs: Any) -> tuple[int, ...]:
+    """Return the positions of the inputs."""
+    return tuple(range(len(inputs)))
+
+
 WAYS: dict[str, Callable[..., Any]] = {
     "penalty": penalty,
     "backward twice": backward_twice,
@@ -127,24 +220,32 @@ WAYS: dict[str, Callable[..., Any]] = {
     "functional.vhp": lambda f, x, t: functional.vhp(f, x, t)[1],
     "functional.hessian": lambda f, x, t: functional.hessian(f, x),
     "dual tensors": by_dual_tensors,
-    "hessian": lambda f, x, t: hessian(f, EVERY)(*x),
-    "reverse over reverse": lambda f, x, t: jacrev(jacrev(f, EVERY), EVERY)(*x),
-    "reverse over forward": lambda f, x, t: jacrev(jacfwd(f, EVERY), EVERY)(*x),
-    "tangents of gradients": lambda f, x, t: jvp(grad(f, EVERY), x, t)[1],
-    "gradients of tangents": lambda f, x, t: grad(along(f, t), EVERY)(*x),
-    "products with gradients": lambda f, x, t: vjp(grad(f, EVERY), *x)[1](t),
-    "gradient of one": lambda f, x, t: grad(lambda k: grad(f)(x[0], k, x[2]).sin().sum())(x[1]),
+    "hessian": lambda f, x, t: hessian(f, each(x))(*x),
+    "reverse over reverse": lambda f, x, t: jacrev(jacrev(f, each(x)), each(x))(*x),
+    "reverse over forward": lambda f, x, t: jacrev(jacfwd(f, each(x)), each(x))(*x),
+    "tangents of gradients": lambda f, x, t: jvp(grad(f, each(x)), x, t)[1],
+    "gradients of tangents": lambda f, x, t: grad(along(f, t), each(x))(*x),
+    "products with gradients": lambda f, x, t: vjp(grad(f, each(x)), *x)[1](t),
+    "gradient of one": lambda f, x, t: grad(lambda k: grad(f)(x[0], k, *x[2:]).sin().sum())(x[1]),
+    "tangent of the last": lambda f, x, t: jvp(
+        lambda y: grad(f, EVERY)(*x[:-1], y), x[-1:], t[-1:]
+    )[1],
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("option", options_of("cpu"))
+CASES = [(way, option) for way in WAYS for option in options_of("cpu")]
+# Calls that are not mapped as one call take minutes in this way.
+CASES += [(way, call) for way in WAYS for call in OF_MORE_INPUTS if way != "reverse over forward"]
+
+
+@pytest.mark.parametrize(("way", "option"), CASES)
 def test_second_derivatives_are_those_of_the_formula(way: str, option: str, device: str) -> None:
-    options = options_of(device)[option]
-    inputs, directions = rows(device), rows(device)
+    make, *functions = OF_MORE_INPUTS.get(option, (rows, ours, plain))
+    options = options_of(device).get(option, {})
+    inputs, directions = make(device), make(device)
     found, expected = (
         WAYS[way](loss_of(function, device, **options), inputs, directions)
-        for function in (ours, plain)
+        for function in functions
     )
     torch.testing.assert_close(found, expected, **CLOSE)
     assert all(x.any() for x in torch.utils._pytree.tree_leaves(expected))
@@ -288,63 +389,86 @@ def test_mapped_products_are_those_of_each_sample(option: str, device: str) -> N
             torch.testing.assert_close(tuple(x[n] for x in pair[0]), pair[1], **CLOSE)
 
 
+@pytest.mark.parametrize("given", range(1, 128, 9))
+@pytest.mark.parametrize("call", OF_MORE_INPUTS)
+def test_any_inputs_may_be_constants(call: str, given: int, device: str) -> None:
+    make, *functions = OF_MORE_INPUTS[call]
+    inputs = [x.requires_grad_(bool(given >> i & 1)) for i, x in enumerate(make(device))]
+    moving = [x for x in inputs if x.requires_grad]
+    # All gradients depend on the last input, of which only some calls have a gradient.
+    found, expected = (
+        torch.autograd.grad(
+            sum(
+                x.square().sum()
+                for x in torch.autograd.grad(loss_of(f, device)(*inputs), moving, create_graph=True)
+            ),
+            moving,
+        )
+        for f in functions
+    )
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("call", OF_MORE_INPUTS)
+def test_dual_tensors_of_all_inputs_but_captures(call: str, device: str) -> None:
+    make, library, formula = OF_MORE_INPUTS[call]
+    inputs, directions = make(device), make(device)
+    for moving in (*([i] for i in range(6)), range(6)):
+        found, expected = (
+            tangents_of_duals(function, inputs, directions, moving)
+            for function in (library, formula)
+        )
+        torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def test_a_dual_tensor_is_no_capture(device: str) -> None:
+    inputs, directions = rows_and_modifications(device), rows_and_modifications(device)
+    with pytest.raises(NotImplementedError, match="gain has a tangent, and only q, k, v, bias"):
+        tangents_of_duals(ours_with_modifications, inputs, directions, [6])
+
+
+def tangents_of_duals(function: Any, inputs: Any, directions: Any, moving: Any) -> Any:
+    """Return the tangents of results, as some inputs move along their directions."""
+    with forward_ad.dual_level():
+        given = [
+            forward_ad.make_dual(x, t) if n in moving else x
+            for n, (x, t) in enumerate(zip(inputs, directions, strict=True))
+        ]
+        # A result may not depend on the inputs that move.
+        duals = (forward_ad.unpack_dual(x) for x in function(*given))
+        return [torch.zeros_like(x.primal) if x.tangent is None else x.tangent for x in duals]
+
+
+@pytest.mark.parametrize("i", range(3, 7))
+def test_mapped_products_of_modifications(i: int, device: str) -> None:
+    inputs, directions = rows_and_modifications(device), rows_and_modifications(device)
+    samples = torch.stack([inputs[i], directions[i], -inputs[i]])
+    loss = loss_of(ours_with_modifications, device)
+
+    def one(x: Any, tangent: Any) -> Any:
+        given, moving = list(inputs), list(directions)
+        given[i], moving[i] = x, tangent
+        return jvp(grad(loss, each(inputs)), tuple(given), tuple(moving))[1]
+
+    found = vmap(one)(samples, samples.flip(0))
+    for n in range(3):
+        expected = one(samples[n], samples[2 - n])
+        torch.testing.assert_close(tuple(x[n] for x in found), expected, **CLOSE)
+
+
 # ---- What has no second derivative
 
 
-def of_modification(name: str, device: str) -> tuple[Any, Callable[..., Any]]:
-    """Return an array with a gradient, and a function of q, k, v and this array."""
-    shapes = {"bias": (1, 2, 4, 5), "sinks": (2,), "alibi_slopes": (2,), "score_mod.gain": (2,)}
-    array = number(device, *shapes[name])
+def test_nested_tensors_have_none_because_pytorch_has_none(device: str) -> None:
+    offsets = torch.tensor([0, 3, 4, 8], device=device)
+    leaves = [number(device, 8, 2, 4).requires_grad_() for _ in range(3)]
 
-    def function(q: Any, k: Any, v: Any, array: Any) -> Any:
-        if name == "score_mod.gain":
-            mod = ScoreMod(lambda score, h, gain: score * gain[h], gain=array)
-            return ct.flash_attention(q, k, v, score_mod=mod)
-        return ct.flash_attention(q, k, v, **{name: array})
+    def loss(*inputs: Any) -> Any:
+        given = (torch.nested.nested_tensor_from_jagged(x, offsets) for x in inputs)
+        return ct.flash_attention(*given, causal=True).values().sin().sum()
 
-    return array, function
-
-
-MODIFICATIONS = pytest.mark.parametrize("name", ["bias", "sinks", "alibi_slopes", "score_mod.gain"])
-
-
-@MODIFICATIONS
-@pytest.mark.parametrize("penalized", ["q", "the array"])
-def test_gradients_of_modifications_have_no_derivative(
-    penalized: str, name: str, device: str
-) -> None:
-    array, function = of_modification(name, device)
-    q, k, v = (x.requires_grad_() for x in rows(device))
-    array.requires_grad_()
-    loss = function(q, k, v, array).sin().sum()
-    (gradient,) = torch.autograd.grad(loss, q if penalized == "q" else array, create_graph=True)
-    with pytest.raises(NotImplementedError, match=f"{SECOND} with respect to {name}"):
-        gradient.square().sum().backward()
-
-
-@MODIFICATIONS
-def test_transforms_of_modifications_have_no_derivative(name: str, device: str) -> None:
-    array, function = of_modification(name, device)
-    q, k, v = rows(device)
-
-    def loss(q: Any, array: Any) -> Any:
-        return function(q, k, v, array).sin().sum()
-
-    def of_array(array: Any) -> Any:
-        return grad(loss)(q, array).sum()
-
-    def of_q(q: Any) -> Any:
-        return grad(loss, 1)(q, array).sum()
-
-    message = f"{SECOND} with respect to {name}"
-    for derivative in (grad(of_array), jacfwd(of_array)):
-        with pytest.raises(NotImplementedError, match=f"{message}|{name} has a tangent"):
-            derivative(array)
-    for derivative in (grad(of_q), jacfwd(of_q)):
-        with pytest.raises(NotImplementedError, match=message):
-            derivative(q)
-    with pytest.raises(NotImplementedError, match=message):
-        grad(lambda array: jvp(lambda q: loss(q, array), (q,), (q,))[1])(array)
+    with pytest.raises(NotImplementedError, match="nested_tensor"):
+        penalty(loss, leaves, None)
 
 
 def test_modifications_that_require_no_gradient_are_constants(device: str) -> None:

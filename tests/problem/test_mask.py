@@ -139,7 +139,6 @@ GIVES_POSITIONS = {
     str(Path("calls", "check", "check_mod.py")): 1,
     str(Path("cpu", "backward", "tiled.py")): 1,
     str(Path("mods", "on_arrays", "scores.py")): 2,
-    str(Path("mods", "on_arrays", "score_curvatures.py")): 1,
     str(Path("mods", "on_arrays", "score_derivatives.py")): 1,
     # These expressions place parts of a sequence relative to each other.
     str(Path("parallel", "score_blocks.py")): 4,

@@ -11,6 +11,7 @@ import pytest
 from support.libraries import cupy_library, host_array
 
 from cupy_flash import (
+    ScoreMod,
     attention_backward_reference,
     attention_hvp_reference,
     attention_jvp_reference,
@@ -150,6 +151,28 @@ def test_tangents_of_two_memories_are_refused(function: Any, rng: np.random.Gene
             function(**arrays | {name: OnGpu(arrays[name])})
     with pytest.raises(TypeError, match=r"^k lies in host memory and q on a GPU"):
         function(**arrays | {"q": OnGpu(arrays["q"])})
+
+
+def test_tangents_of_modifications_may_lie_on_a_gpu(rng: np.random.Generator) -> None:
+    q, k, v = (
+        rng.standard_normal((BATCH, rows, heads, DIM))
+        for rows, heads in ((QUERIES, HEADS), (KEYS, HEADS_KV), (KEYS, HEADS_KV))
+    )
+    gain = rng.random(HEADS)
+    options = {
+        "bias": rng.standard_normal((HEADS, QUERIES, KEYS)),
+        "sinks": rng.standard_normal(HEADS),
+        "score_mod": ScoreMod(
+            lambda score, h, gain: score * gain[h], gain=gain, differentiable=("gain",)
+        ),
+    }
+    tangents = {"bias": options["bias"], "sinks": options["sinks"], "score_mod.gain": gain}
+    elsewhere = {name: OnGpu(x) for name, x in tangents.items()}
+    for function, inputs in ((flash_attention_jvp, (q, k, v)), (flash_attention_hvp, (q, q, k, v))):
+        found, expected = (
+            function(*inputs, modification_tangents=x, **options) for x in (elsewhere, tangents)
+        )
+        np.testing.assert_equal(found, expected)
 
 
 def dense(rng: Any, function: Callable[..., Any], *lengths: Any, **scales: Any) -> Any:

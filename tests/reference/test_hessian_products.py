@@ -17,6 +17,7 @@ from support.gradients.directions import (
     arrays_of_rows,
     every_modification,
     largest_product,
+    moving_modifications,
     random_arrays,
     size_of,
 )
@@ -26,6 +27,7 @@ from support.gradients.gradient_calls import (
     smooth_gradient_call,
 )
 from support.gradients.hessian_rule import (
+    REFERENCES,
     WRT,
     Direction,
     check_products,
@@ -39,11 +41,12 @@ from cupy_flash import (
     attention_hvp_reference,
     flash_attention_hvp,
     flash_attention_jvp,
+    flash_attention_varlen_hvp,
 )
 from cupy_flash.reference import rows
 from cupy_flash.reference.dense import max_error
 
-KINDS = ("dense", "padded")
+KINDS = ("dense", "padded", "varlen")
 FUNCTIONS = pytest.mark.parametrize("function", [attention_hvp_reference, flash_attention_hvp])
 # Order of the arguments of both functions, without dlse and its tangent.
 NAMES = ("dout", *WRT)
@@ -56,7 +59,7 @@ def check_by_differences(
     call: GradientCall, rng: np.random.Generator, function: Callable[..., Any]
 ) -> None:
     """Compare tangents of gradients with differences of the gradients of the reference."""
-    direction = Direction(call, rng)
+    direction = Direction(call, rng, of_mods=True)
     found = direction.find(function)
 
     def quotients(step: float) -> list[np.ndarray]:
@@ -66,7 +69,7 @@ def check_by_differences(
     sizes = [size_of(x) for x in direction.gradients(0)]
     of_scores = largest_product([direction.arrays[n] for n in WRT], direction.options)
     for wide, narrow, tangent, size, name in zip(
-        *(quotients(STEP), quotients(STEP / 2), found, sizes, WRT), strict=True
+        *(quotients(STEP), quotients(STEP / 2), found, sizes, direction.wrt), strict=True
     ):
         # As in test_tangents.py, the error of the extrapolation is below 1% of its correction.
         right = narrow + (narrow - wide) / 3
@@ -79,7 +82,8 @@ def check_by_differences(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("number", range(30))
 def test_tangents_of_gradients_agree_with_differences(kind: str, number: int, rng: Any) -> None:
-    check_by_differences(smooth_gradient_call(rng, kind), rng, attention_hvp_reference)
+    _, reference = REFERENCES[kind]
+    check_by_differences(smooth_gradient_call(rng, kind), rng, reference)
 
 
 def modified_call(rng: np.random.Generator) -> GradientCall:
@@ -90,7 +94,7 @@ def modified_call(rng: np.random.Generator) -> GradientCall:
     return GradientCall(call, rng.standard_normal(q.shape), rng.standard_normal((2, 4, 7)))
 
 
-@pytest.mark.parametrize("i", range(3))
+@pytest.mark.parametrize("i", range(8))
 def test_differences_detect_tangents_that_are_almost_right(i: int, rng: Any) -> None:
     def find(**given: Any) -> list[np.ndarray]:
         results = list(attention_hvp_reference(**given))
@@ -98,7 +102,7 @@ def test_differences_detect_tangents_that_are_almost_right(i: int, rng: Any) -> 
         return results
 
     call = modified_call(rng)
-    with pytest.raises(AssertionError, match=r"tangent of d[qkv] off by"):
+    with pytest.raises(AssertionError, match=r"tangent of d.* off by"):
         check_by_differences(call, rng, find)
 
 
@@ -106,18 +110,23 @@ def test_every_modification_is_part_of_the_definition(rng: Any) -> None:
     """The random calls above may lack one; this call has most of them at once."""
     call = modified_call(rng)
     check_by_differences(call, rng, attention_hvp_reference)
-    direction = Direction(call, rng)
+    direction = Direction(call, rng, of_mods=True)
     found, options = direction.find(attention_hvp_reference), dict(direction.options)
+    assert direction.wrt[3:] == (
+        *("bias", "sinks", "alibi_slopes", "score_mod.gain", "score_mod.shift"),
+    )
+    for tangents in (direction.tangents, direction.of_mods):
+        for name, tangent in list(tangents.items()):
+            del tangents[name]
+            others = direction.find(attention_hvp_reference)
+            assert any(np.abs(x - y).max() > 1e-3 for x, y in zip(others, found, strict=True)), name
+            tangents[name] = tangent
+    direction.of_mods, direction.wrt = {}, WRT
+    found = direction.find(attention_hvp_reference)
     for name in options.keys() - {"dropout_seed"}:
         direction.options = {n: x for n, x in options.items() if n != name}
         for one, other in zip(direction.find(attention_hvp_reference), found, strict=True):
             assert np.abs(one - other).max() > 1e-3, name
-    direction.options = options
-    for name in ("dlse", "dout"):
-        tangent = direction.tangents.pop(name)
-        others = direction.find(attention_hvp_reference)
-        assert any(np.abs(x - y).max() > 1e-3 for x, y in zip(others, found, strict=True)), name
-        direction.tangents[name] = tangent
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,16 +134,17 @@ def test_every_modification_is_part_of_the_definition(rng: Any) -> None:
 def test_the_hessian_is_symmetric(kind: str, number: int, rng: Any) -> None:
     """This also holds for functions with kinks, which differences cannot check."""
     call = random_gradient_call(rng, "float64", kind, head_dims=(1, 5, 24), longest=(30, 60))
-    one, other = Direction(call, rng), Direction(call, rng)
+    one, other = Direction(call, rng, of_mods=True), Direction(call, rng, of_mods=True)
     terms = []
     for first, second in ((one, other), (other, one)):
         for name in ("dout", "dlse"):
             first.tangents.pop(name, None)
-        found = first.find(attention_hvp_reference)
+        found = first.find(first.reference)
         # The results of padding are 0, and its tangents NaN.
+        moving = second.tangents | second.of_mods
         products = [
-            np.where(x == 0, 0, x * second.tangents[name]).ravel()
-            for name, x in zip(WRT, found, strict=True)
+            np.where(x == 0, 0, x * moving[name]).ravel()
+            for name, x in zip(first.wrt, found, strict=True)
         ]
         terms.append(np.concatenate(products))
     left, right = terms
@@ -187,6 +197,25 @@ def test_results_obey_the_error_rule(dtype: str, number: int, rng: Any) -> None:
         if dtype in ("float32", "float64") and size.max(initial=0) > 1e-6:
             # The bound is tight enough to detect roundings to a coarser dtype.
             assert bound <= 1000 * float(np.finfo(compute).eps) * size.max()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("number", range(8))
+def test_results_of_modifications_are_close_to_the_reference(
+    dtype: str, number: int, rng: Any
+) -> None:
+    """The library computes the formula of the reference, in the precision of the inputs."""
+    kind = KINDS[number % 3]
+    call = random_gradient_call(rng, dtype, kind, head_dims=(5, 24), longest=(40, 50))
+    direction = Direction(call, rng, of_mods=True)
+    function = flash_attention_varlen_hvp if kind == "varlen" else flash_attention_hvp
+    results, exact = direction.find(function), direction.find(direction.reference)
+    eps = 1e-11 if dtype == "float64" else 1e-3
+    arrays = call.inputs | moving_modifications(direction.options)
+    for name, found, right in zip(direction.wrt, results, exact, strict=True):
+        assert found.dtype == arrays[name].dtype
+        allowed = (eps + float(ml_dtypes.finfo(found.dtype).eps)) * np.abs(right).max(initial=1)
+        assert max_error(found, right) <= allowed, f"{name}: {call}"
 
 
 # ---- Edge cases
@@ -259,6 +288,21 @@ def test_rows_without_keys_have_zeros_whatever_their_sink_is(function: Any, rng:
     dq, dk, dv = function(*arrays, dlse=dlse, dlse_tangent=dlse, causal=True, sinks=sinks)
     assert not dq[:, :2].any()
     assert all(x.all() for x in (dq[:, 2:], dk, dv))
+
+
+@pytest.mark.parametrize("has_dlse", [False, True])
+def test_rows_without_keys_have_a_gradient_of_their_sink(has_dlse: bool, rng: Any) -> None:
+    q, k, v, *_ = random_arrays(rng, (5, 3))
+    # The offset is -2, so that two rows attend to no key.
+    options = {"causal": True, "sinks": rng.standard_normal(4)}
+    forward = ModifiedCall("dense", "float64", {"q": q, "k": k, "v": v}, options)
+    dlse = rng.standard_normal((2, 4, 5)) if has_dlse else None
+    call = GradientCall(forward, rng.standard_normal((2, 5, 4, 5)), dlse)
+    check_by_differences(call, rng, attention_hvp_reference)
+    direction = Direction(call, rng, of_mods=True)
+    direction.options["sinks"] = np.full(4, -np.inf)
+    *_, of_sinks = direction.find(attention_hvp_reference)
+    assert not of_sinks.any()
 
 
 @FUNCTIONS
@@ -353,6 +397,23 @@ def test_the_reference_takes_mixed_dtypes(rng: Any) -> None:
     expected = attention_hvp_reference(*(x.astype(np.float64) for x in arrays))
     assert [x.dtype for x in found] == [np.float64] * 3
     assert_all_equal(found, expected)
+
+
+def test_only_requested_results_are_returned(rng: Any) -> None:
+    direction = Direction(modified_call(rng), rng, of_mods=True)
+    every = dict(zip(direction.wrt, direction.find(flash_attention_hvp), strict=True))
+    for names in (["score_mod.shift", "q"], ("bias",), (), ("v", "alibi_slopes", "sinks")):
+        direction.wrt = names
+        found = direction.find(flash_attention_hvp)
+        assert_all_close(found, [every[name] for name in names], rtol=0, atol=1e-13)
+    for names, error, message in (
+        ("q", TypeError, r"wrt is 'q', one name; expected a sequence of names: \('q',\)"),
+        (("q", "q"), ValueError, "wrt names 'q' 2 times; expected it once"),
+        (("mask",), ValueError, "wrt names 'mask'; expected some of q, k, v, bias"),
+    ):
+        direction.wrt = names
+        with pytest.raises(error, match=message):
+            direction.find(flash_attention_hvp)
 
 
 @FUNCTIONS

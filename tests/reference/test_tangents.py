@@ -17,6 +17,8 @@ from support.gradients.directions import (
     arrays_of_rows,
     every_modification,
     largest_product,
+    moved,
+    moving_modifications,
     random_arrays,
     size_of,
     tangents_of,
@@ -30,6 +32,7 @@ from support.gradients.tangent_rule import check_packed_tangents, packed_call, t
 
 import cupy_flash
 from cupy_flash import (
+    ScoreMod,
     attention_backward_reference,
     attention_jvp_reference,
     attention_reference,
@@ -52,11 +55,15 @@ def check_by_differences(call: GradientCall, rng: np.random.Generator, find: Cal
     """Compare out, lse and their tangents with the forward reference and its differences."""
     given, options = call.forward.given(np)
     inputs, lengths = given[:3], given[3:]
-    direction = tangents_of(inputs, rng)
-    results = find(*inputs, *lengths, *direction, **options, return_lse=True)
+    direction, modifications = tangents_of(inputs, rng), moving_modifications(options)
+    of_mods = dict(zip(modifications, tangents_of(modifications.values(), rng), strict=True))
+    named = {**options, "modification_tangents": of_mods}
+    results = find(*inputs, *lengths, *direction, **named, return_lse=True)
     out, out_tangent, lse, lse_tangent = results
 
-    def forward(*inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def forward(*inputs: np.ndarray, step: float = 0) -> tuple[np.ndarray, np.ndarray]:
+        options = moved(named, of_mods, step)
+        del options["modification_tangents"]
         if lengths:
             return attention_varlen_reference(*inputs, *lengths, **options)
         return attention_reference(*inputs, **options, return_lse=True)
@@ -67,7 +74,10 @@ def check_by_differences(call: GradientCall, rng: np.random.Generator, find: Cal
 
     def quotients(step: float) -> list[np.ndarray]:
         above, below = (
-            forward(*(x + sign * step * t for x, t in zip(inputs, direction, strict=True)))
+            forward(
+                *(x + sign * step * t for x, t in zip(inputs, direction, strict=True)),
+                step=sign * step,
+            )
             for sign in (1, -1)
         )
         # The log-sum-exp of a row without keys is -inf at both ends.
@@ -251,6 +261,32 @@ def test_rows_without_keys_have_the_log_sum_exp_of_their_sink(function: Any, rng
 
 
 @FUNCTIONS
+def test_tangents_of_modifications_at_the_edges(function: Any, rng: Any) -> None:
+    arrays = random_arrays(rng, (5, 3))
+    sinks, moving = np.array([0.5, -2, -np.inf, 3]), rng.standard_normal(4)
+    mask, bias = np.ones((5, 3), bool), rng.standard_normal((4, 5, 3))
+    mask[3, 1] = False
+    bias[:, 3, 1] = np.nan
+    options = {"causal": True, "sinks": sinks, "bias": bias, "mask": mask, "return_lse": True}
+    still = {"sinks": moving, "bias": None}
+    results = function(*arrays[:3], modification_tangents=still, **options)
+    _, out_tangent, lse, lse_tangent = results
+    # Two rows attend to no key. A sink of -inf stays there.
+    finite = np.where(np.isfinite(sinks), moving, 0)
+    np.testing.assert_array_equal(lse_tangent[..., :2], np.broadcast_to(finite[:, None], (2, 4, 2)))
+    assert not out_tangent[:, :2].any()
+    weights = np.exp(sinks[:, None] - lse[..., 2:])
+    np.testing.assert_allclose(lse_tangent[..., 2:], weights * finite[:, None])
+    # A masked pair of a bias has no effect, whatever its tangent is.
+    found = [
+        function(*arrays, modification_tangents={"bias": np.where(mask, bias, x)}, **options)
+        for x in (0, np.nan)
+    ]
+    assert_all_equal(*found)
+    assert all(np.isfinite(x).all() for x in found[0][1::2])
+
+
+@FUNCTIONS
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 def test_a_row_with_one_key_has_the_tangent_of_its_value(
     function: Any, dtype: Any, rng: Any
@@ -373,6 +409,37 @@ def test_wrong_arguments(function: Any, rng: Any) -> None:
         function(*arrays, layout="sbhd")
     with pytest.raises(TypeError, match="unexpected keyword argument 'is_causal'; pass causal"):
         function(*arrays, is_causal=True)
+
+
+@FUNCTIONS
+def test_wrong_tangents_of_modifications(function: Any, rng: Any) -> None:
+    q, k, v, *_ = random_arrays(rng)
+    options = {"bias": rng.standard_normal((4, 11, 23)), "sinks": rng.standard_normal(4)}
+    mod = ScoreMod(
+        lambda score, h, gain, still: score * gain[h] + still[h],
+        gain=np.ones(4),
+        still=np.ones(4),
+        differentiable=("gain",),
+    )
+    for tangents, error, message in (
+        ({"bias": options["bias"][:, 1:]}, ValueError, r"tangent of bias has shape .* of bias$"),
+        ({"sinks": np.ones(3)}, ValueError, r"tangent of sinks has shape \(3,\); expected \(4,\)"),
+        ({"sinks": np.ones(4, int)}, TypeError, "the tangent of sinks has dtype int64"),
+        ({"sinks": [1.0] * 4}, TypeError, "^the tangent of sinks is a list"),
+        ({"score_mod.gain": np.ones(5)}, ValueError, r"tangent of score_mod\.gain has shape"),
+        (
+            {"score_mod.still": np.ones(4)},
+            ValueError,
+            r"names 'score_mod\.still'; expected some of score_mod\.gain, bias, sinks$",
+        ),
+        ({"alibi_slopes": np.ones(4)}, ValueError, "modification_tangents names 'alibi_slopes'"),
+    ):
+        with pytest.raises(error, match=message):
+            function(q, k, v, modification_tangents=tangents, score_mod=mod, **options)
+    with pytest.raises(ValueError, match=r"expected some of none, because the call has no array"):
+        function(q, k, v, modification_tangents={"bias": options["bias"]})
+    with pytest.raises(TypeError, match="alibi_slopes is of type list; pass an array"):
+        function(q, k, v, modification_tangents={"alibi_slopes": np.ones(4)}, alibi_slopes=[1] * 4)
 
 
 def test_wrong_dtypes(rng: Any) -> None:

@@ -10,7 +10,7 @@ whatever the other value is.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from cupy_flash.mods.captures import array_node
@@ -37,10 +37,11 @@ def derivative(root: Node, of: Node, order: int = 1) -> Node:
     TypeError
         If the expression has CUDA source of the user, which is not analyzed.
     """
-    tangents = _Tangents(postorder(root), of)
+    seeds = {of: ONE}
+    tangents = _Tangents(postorder(root), seeds)
     for _ in range(order - 1):
         root = tangents.of[root]
-        tangents = _Tangents(postorder(root), of, tangents)
+        tangents = _Tangents(postorder(root), seeds, tangents)
     return tangents.of[root]
 
 
@@ -65,6 +66,11 @@ class Partial(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def partials(root: Node, names: tuple[str, ...]) -> tuple[Partial, ...]:
     """Return derivatives with respect to elements of captures, except those that are always 0."""
+    return tuple(partial for partial, _ in _partials(root, names))
+
+
+def _partials(root: Node, names: tuple[str, ...]) -> Iterator[tuple[Partial, _Tangents]]:
+    """Yield the results of `partials`, with the derivatives of all nodes."""
     numbers = {array_node(name): number for number, name in enumerate(names)}
     places: dict[Node, int] = {}
     users: dict[Node, list[Node]] = {}
@@ -72,16 +78,74 @@ def partials(root: Node, names: tuple[str, ...]) -> tuple[Partial, ...]:
         places[node] = place
         for argument in node.args:
             users.setdefault(argument, []).append(node)
-    result = []
     for load in places:
         if load.op != "load" or load.args[0] not in numbers:
             continue
         # Only nodes that depend on the element matter. With 1000 elements, all nodes take 17 s.
         dependents = sorted(_reached(load, users), key=places.__getitem__)
-        tangent = _Tangents(dependents, load).of[root]
-        if not is_zero(tangent):
-            result.append(Partial(numbers[load.args[0]], load, tangent))
-    return tuple(result)
+        tangents = _Tangents(dependents, {load: ONE})
+        if not is_zero(tangents.of[root]):
+            yield Partial(numbers[load.args[0]], load, tangents.of[root]), tangents
+
+
+def tangent_array(name: str) -> str:
+    """Return the name of the array with the tangent of a capture, which no capture can have."""
+    return f"{name}.tangent"
+
+
+class Change(NamedTuple):
+    """Derivatives of an expression that depends on the score and on captures with tangents.
+
+    Attributes
+    ----------
+    of_score
+        Derivative with respect to the score.
+    of_captures
+        Derivative along the tangents of captures. It reads the tangent of the capture `name` from
+        an array named `tangent_array(name)`, at the indices of the load from the capture.
+    """
+
+    of_score: Node
+    of_captures: Node
+
+
+@functools.lru_cache(maxsize=256)
+def tangent_along(root: Node, moving: tuple[str, ...]) -> Node:
+    """Return the derivative along the tangents of the captures in `moving`, see `Change`."""
+    return _change(root, moving, None).of_captures
+
+
+@functools.lru_cache(maxsize=256)
+def change_of_slope(root: Node, moving: tuple[str, ...]) -> Change:
+    """Return the derivatives of the derivative with respect to the score, see `Change`."""
+    tangents = _Tangents(postorder(root), {SCORE: ONE})
+    return _change(tangents.of[root], moving, tangents)
+
+
+@functools.lru_cache(maxsize=256)
+def changes_of_partials(
+    root: Node, names: tuple[str, ...], moving: tuple[str, ...]
+) -> tuple[tuple[Partial, Change], ...]:
+    """Return the derivatives with respect to elements of captures, with their own derivatives.
+
+    See `partials` and `Change`. `moving` names the captures with tangents.
+    """
+    return tuple(
+        (partial, _change(partial.derivative, moving, tangents))
+        for partial, tangents in _partials(root, names)
+    )
+
+
+def _change(root: Node, moving: tuple[str, ...], before: _Tangents | None) -> Change:
+    """Return the derivatives of an expression; `before` has computed it if it is a derivative."""
+    nodes = list(postorder(root))
+    arrays = {array_node(name): array_node(tangent_array(name)) for name in moving}
+    loads = {
+        node: Node(node.op, node.type, (arrays[node.args[0]], *node.args[1:]))
+        for node in nodes
+        if node.op == "load" and node.args[0] in arrays
+    }
+    return Change(*(_Tangents(nodes, seeds, before).of[root] for seeds in ({SCORE: ONE}, loads)))
 
 
 def _reached(start: Node, users: Mapping[Node, Sequence[Node]]) -> set[Node]:
@@ -124,13 +188,16 @@ def slopes_of(score: Node | None, names: tuple[str, ...]) -> Slopes:
 
 
 class _Tangents:
-    """Derivatives of nodes, each after its arguments, with respect to the node `of`.
+    """Derivatives of nodes, each after its arguments, along tangents of some nodes.
 
-    All other nodes have derivative 0. The attribute `of` holds the derivatives, keyed by node. If
-    the nodes are those of a first derivative, `before` is the object that computed it.
+    `seeds` holds the tangents of these nodes. Other leaves have the derivative 0. The attribute
+    `of` holds the derivatives, keyed by node. If the nodes are those of a first derivative,
+    `before` is the object that computed it.
     """
 
-    def __init__(self, nodes: Iterable[Node], of: Node, before: _Tangents | None = None) -> None:
+    def __init__(
+        self, nodes: Iterable[Node], seeds: Mapping[Node, Node], before: _Tangents | None = None
+    ) -> None:
         self._products: dict[tuple[Node, Node], Node] = {}
         self._choices: dict[Node, int] = {} if before is None else before._choices
         # Tangent of each product that `_times` computes only where this tangent is not 0.
@@ -138,7 +205,8 @@ class _Tangents:
         self._guards_before = {} if before is None else before._guards
         self.of: dict[Node, Node] = {}
         for node in nodes:
-            self.of[node] = ONE if node is of else self._tangent(node)
+            seed = seeds.get(node)
+            self.of[node] = self._tangent(node) if seed is None else seed
             # Counting here, from the leaves on, keeps the recursion of later counts shallow.
             self._zero_choices(self.of[node])
 

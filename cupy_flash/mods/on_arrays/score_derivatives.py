@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from cupy_flash.mods.ir.derivative import derivative, partials
-from cupy_flash.mods.ir.expression import SCORE
+from cupy_flash.mods.ir.expression import SCORE, Node
 from cupy_flash.mods.ir.operations import ONE
 from cupy_flash.mods.modification import ScoreMod
 from cupy_flash.mods.on_arrays.interpret import Interpreter
@@ -39,7 +40,7 @@ def apply_with_slope(
         scores = scores._replace(softcap=None)
     mod = scores.score_mod
     if mod is not None and derivative(mod.graph, SCORE) is not ONE:
-        mod_slope = mod.derivative(x, **_positions(pair_indices), xp=xp, real=scores.real)
+        mod_slope = mod.derivative(x, **positions_of(pair_indices), xp=xp, real=scores.real)
         slope = mod_slope if slope is None else slope * mod_slope
     return scores.apply(x, pair_indices, xp), slope
 
@@ -55,7 +56,8 @@ def _softcapped(x: Any, softcap: float, xp: Any) -> tuple[Any, Any]:
     return real(softcap) * part, real(1) - part * part
 
 
-def _positions(pair_indices: Pairs) -> dict[str, Any]:
+def positions_of(pair_indices: Pairs) -> dict[str, Any]:
+    """Return the positions that a user's function receives, by name."""
     return {
         "b": pair_indices.b,
         "h": pair_indices.h,
@@ -101,23 +103,47 @@ def capture_gradients(
         Float64 array of the capture's shape for each name in `ScoreMod.differentiable`: the sum,
         over the pairs that read an element, of weight times the derivative of the new score.
     """
-    result = {
-        name: xp.zeros(score_mod.captures[name].shape, np.float64)
-        for name in score_mod.differentiable
-    }
-    values = Interpreter(x, _positions(pair_indices), score_mod.captures, xp, real)
+    result = zeros_of_captures(score_mod, xp)
+    values = Interpreter(x, positions_of(pair_indices), score_mod.captures, xp, real)
     pairs = np.broadcast_shapes(*(np.shape(part) for part in (x, *pair_indices)))
     for _, load, partial in partials(score_mod.graph, score_mod.differentiable):
         with np.errstate(all="ignore"):
             products = xp.where(weight != 0, weight * values.value(partial), 0)
         if magnitudes:
             products = abs(products)
-        name, indices = (
-            load.args[0].value,
-            [values.value(node, decides=True) for node in load.args[1:]],
-        )
-        result[name] += _gathered(xp.broadcast_to(products, pairs), indices, result[name].shape, xp)
+        add_to_capture(result, load, xp.broadcast_to(products, pairs), values, xp)
     return result
+
+
+def zeros_of_captures(score_mod: ScoreMod, xp: Any) -> dict[str, Any]:
+    """Return float64 zeros with the shapes of the differentiable captures, by name."""
+    return {
+        name: xp.zeros(score_mod.captures[name].shape, np.float64)
+        for name in score_mod.differentiable
+    }
+
+
+def add_to_capture(
+    totals: Mapping[str, Any], load: Node, products: Any, values: Interpreter, xp: Any
+) -> None:
+    """Add a product of each pair to the element of a capture that the pair reads.
+
+    Parameters
+    ----------
+    totals
+        Sums by the names of the captures.
+    load
+        Node that reads the elements.
+    products
+        Array of the products, with the shape of all pairs.
+    values
+        Values of expressions for these pairs.
+    xp
+        Module of the arrays, NumPy or CuPy.
+    """
+    total = totals[load.args[0].value]
+    indices = [values.value(node, decides=True) for node in load.args[1:]]
+    total += _gathered(products, indices, total.shape, xp)
 
 
 def _gathered(products: Any, indices: list[Any], shape: tuple[int, ...], xp: Any) -> Any:

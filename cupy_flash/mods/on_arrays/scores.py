@@ -123,10 +123,10 @@ class Scores(NamedTuple):
             slope = slopes[pairs.h] if slopes.ndim == 1 else slopes[pairs.b, pairs.h]
             x = x - slope.astype(real) * abs(position - pairs.j).astype(real)
         if self.bias is not None:
-            x = x + _select_pairs(self.bias, pairs).astype(real)
+            x = x + select_pairs(self.bias, pairs).astype(real)
         masked = real(-np.inf)
         if self.mask is not None:
-            x = xp.where(_select_pairs(self.mask, pairs), x, masked)
+            x = xp.where(select_pairs(self.mask, pairs), x, masked)
         if self.tree_mask is not None:
             x = xp.where(self._visible_in_tree(pairs, xp), x, masked)
         if self.cache_leftpad is not None:
@@ -150,7 +150,7 @@ class Scores(NamedTuple):
         return (node < 0) | ((node < 64) & visible)
 
 
-def _select_pairs(array: Any, pairs: Pairs) -> Any:
+def select_pairs(array: Any, pairs: Pairs) -> Any:
     """Return the elements of a bias or mask for some pairs."""
     packed_indices = (pairs.h, pairs.q_start + pairs.row, pairs.j)
     indices = packed_indices if array.ndim == 3 else (pairs.b, pairs.h, pairs.row, pairs.j)

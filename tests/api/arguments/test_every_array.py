@@ -35,6 +35,7 @@ EXACT = {
     "flash_attention_hvp": cupy_flash.attention_hvp_reference,
     "flash_attention_jvp": cupy_flash.attention_jvp_reference,
     "flash_attention_varlen": cupy_flash.attention_varlen_reference,
+    "flash_attention_varlen_hvp": cupy_flash.attention_varlen_hvp_reference,
     "flash_attention_varlen_jvp": cupy_flash.attention_varlen_jvp_reference,
     "flash_attention_with_kvcache": cupy_flash.attention_with_kvcache_reference,
 }

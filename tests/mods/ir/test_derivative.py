@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,14 @@ import pytest
 from support.mods.mod_gallery import GALLERY, KEYS, SCORES, floats, pairs, random_score_mod
 
 from cupy_flash import flash_attention_vjp
-from cupy_flash.mods.ir.derivative import derivative, partials
+from cupy_flash.mods.ir.derivative import (
+    change_of_slope,
+    changes_of_partials,
+    derivative,
+    partials,
+    tangent_along,
+    tangent_array,
+)
 from cupy_flash.mods.ir.expression import REAL, SCORE, Node, postorder
 from cupy_flash.mods.ir.operations import ONE, OPERATIONS, ZERO, operation
 from cupy_flash.mods.modification import MaskMod, ScoreMod
@@ -553,3 +561,48 @@ def test_a_function_of_many_elements_of_a_capture_has_a_derivative_by_each() -> 
     found = partials(mod.graph, ("table",))
     assert len(found) == 300
     assert all(partial.derivative is ONE for partial in found)
+
+
+def many_choices(score: Any, h: Any, gain: Any) -> Any:
+    """Return a score with more alternatives than those into which factors are multiplied."""
+    result = score * gain[h]
+    for n in range(12):
+        result = np.where(score > n / 4 - 1, result + np.sin(n * score) * gain[h], 0 * score)
+    return result * np.tanh(result)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        many_choices,
+        lambda score, h, gain: np.exp(-gain[h] * score * score) * gain[0] + score / (2 + gain[h]),
+        lambda score, h, gain: np.clip(gain[h] * score, -1, 2) * gain[h] * score,
+    ],
+)
+def test_changes_along_captures_are_what_finite_differences_give(
+    function: Callable[..., Any], rng: np.random.Generator
+) -> None:
+    gain, tangent = rng.random(4) + 0.5, rng.standard_normal(4)
+    x, h = rng.uniform(-3, 3, 3000), rng.integers(4, size=3000).astype(np.int32)
+    graph = ScoreMod(function, gain=gain, differentiable=("gain",)).graph
+    moving = ("gain",)
+    slope, of_slope = derivative(graph, SCORE), change_of_slope(graph, moving)
+    expected = [(graph, tangent_along(graph, moving)), (slope, of_slope.of_captures)]
+    of_score = [(slope, of_slope.of_score)]
+    for partial, change in changes_of_partials(graph, moving, moving):
+        expected.append((partial.derivative, change.of_captures))
+        of_score.append((partial.derivative, change.of_score))
+
+    def values(node: Node, x: np.ndarray, step: float = 0) -> np.ndarray:
+        arrays = {"gain": gain + step * tangent, tangent_array("gain"): tangent}
+        positions = dict.fromkeys(POSITIONS, 0) | {"h": h}
+        return np.broadcast_to(Interpreter(x, positions, arrays, np).value(node), x.shape)
+
+    def after_steps(node: Node, steps: np.ndarray) -> np.ndarray:
+        """Return values after a step of the capture, which is the same for all pairs."""
+        return values(node, x, float(steps[0]))
+
+    for node, change in of_score:
+        compare(functools.partial(values, node), values(change, x), x)
+    for node, change in expected:
+        compare(functools.partial(after_steps, node), values(change, x), np.zeros_like(x))

@@ -9,17 +9,24 @@ import pytest
 from support.comparisons import assert_all_equal
 from support.gpu import cupy
 from support.gpu.gpu_support import DTYPES
-from support.gradients.directions import tangents_of
-from support.gradients.gradient_calls import random_gradient_call
+from support.gradients.directions import moving_modifications, tangents_of
+from support.gradients.gradient_calls import ROWS, random_gradient_call
 from support.gradients.tangent_rule import (
     check_packed_tangents,
     check_tangents,
     packed_call,
 )
 
-from cupy_flash import UnsupportedError, flash_attention_jvp, flash_attention_varlen_jvp
+from cupy_flash import (
+    UnsupportedError,
+    flash_attention_hvp,
+    flash_attention_jvp,
+    flash_attention_varlen_hvp,
+    flash_attention_varlen_jvp,
+)
 from cupy_flash.calls import dispatch_tangents
 from cupy_flash.calls.options import Options
+from cupy_flash.cli.measure.check import why_no_matmul
 from cupy_flash.families import FAMILIES
 
 pytestmark = pytest.mark.gpu
@@ -119,3 +126,32 @@ def test_packed_sequences_obey_the_error_rule(dtype: str, number: int, rng: Any)
     )
     found = [cupy.asnumpy(x) for x in results]
     check_packed_tangents(found, inputs, direction, lengths, options)
+
+
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+def test_products_of_all_inputs_are_those_of_host_arrays(kind: str, rng: Any) -> None:
+    """Array operations compute them, in float64 with the same formula as on the host."""
+    if reason := why_no_matmul():
+        pytest.skip(reason)
+    call = random_gradient_call(rng, "float64", kind, longest=(60, 90), dropout=False)
+    inputs, host_options = call.forward.given(np)
+    on_gpu, options = call.forward.given(cupy)
+    moving = moving_modifications(host_options)
+    names = (*ROWS, *moving)
+    direction = tangents_of(inputs[:3], rng)
+    tangents = dict(zip(moving, tangents_of(moving.values(), rng), strict=True))
+    jvp, hvp = flash_attention_jvp, flash_attention_hvp
+    if kind == "varlen":
+        jvp, hvp = flash_attention_varlen_jvp, flash_attention_varlen_hvp
+    found, expected = [], []
+    for xp, given, its_options, results in (
+        (np, inputs, host_options, expected),
+        (cupy, on_gpu, options, found),
+    ):
+        rows, of_mods = [xp.asarray(x) for x in direction], dict(its_options)
+        of_mods["modification_tangents"] = {n: xp.asarray(x) for n, x in tangents.items()}
+        results += jvp(*given, *rows, return_lse=True, **of_mods)
+        results += hvp(xp.asarray(call.dout), *given, *rows, wrt=names, **of_mods)
+    for one, other in zip(found, expected, strict=True):
+        size = np.abs(other[np.isfinite(other)]).max(initial=1)
+        np.testing.assert_allclose(cupy.asnumpy(one), other, rtol=0, atol=1e-9 * size)

@@ -213,6 +213,11 @@ REFUSED = {
 }
 
 
+def _named(**arrays: np.ndarray) -> Captured:
+    """Return arrays that a function receives in a dictionary."""
+    return Captured(lambda convert: {name: convert(x) for name, x in arrays.items()})
+
+
 class _World:
     """Generator of arguments for one function."""
 
@@ -326,6 +331,10 @@ class _World:
                 ("q_tangent", "k_tangent", "v_tangent"),
                 lambda v: {name: v[name]},
             ),
+            "modification_tangents": lambda v: {
+                "bias": self._values(*self._pairs(v)),
+                name: _named(bias=self._values(*self._pairs(v))),
+            },
             "dout_tangent": lambda v: {name: self._values(*v["dout"].shape)},
             "lse": lambda v: {name: self._lse(v)},
             "out": lambda v: {name: self._poison(self._out_shape(v))},

@@ -8,6 +8,7 @@ import numpy as np
 
 from cupy_flash import MaskMod, ScoreMod
 
+OF_MOD = "score_mod."
 # Step of difference quotients.
 STEP = 1e-4
 
@@ -23,6 +24,30 @@ def tangents_of(arrays: Any, rng: np.random.Generator) -> list[np.ndarray]:
 def size_of(x: np.ndarray) -> float:
     """Return the largest finite magnitude, at least 1."""
     return float(np.abs(x[np.isfinite(x)]).max(initial=1))
+
+
+def moving_modifications(options: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return the modifications of a call that may have tangents, by the names of `wrt`."""
+    names = ("bias", "sinks", "alibi_slopes")
+    found = {name: options[name] for name in names if isinstance(options.get(name), np.ndarray)}
+    mod = options.get("score_mod")
+    captures = () if mod is None else mod.differentiable
+    return found | {OF_MOD + name: mod.captures[name] for name in captures}
+
+
+def moved(options: dict[str, Any], tangents: dict[str, np.ndarray], step: float) -> dict[str, Any]:
+    """Return the options of a call after a step of its modifications along their tangents."""
+    result = dict(options)
+    for name in tangents.keys() & options.keys():
+        result[name] = options[name] + step * tangents[name]
+    if "score_mod" in options:
+
+        def change(name: str, array: np.ndarray) -> np.ndarray:
+            tangent = tangents.get(OF_MOD + name)
+            return array if tangent is None else array + step * tangent
+
+        result["score_mod"] = options["score_mod"].with_arrays(change)
+    return result
 
 
 def arrays_of_rows(rng: np.random.Generator) -> list[np.ndarray]:
@@ -49,6 +74,7 @@ def every_modification(rng: np.random.Generator) -> dict[str, Any]:
             lambda score, h, j, gain, shift: gain[h] * score * score + np.sin(score) * shift[j],
             gain=rng.random(4),
             shift=rng.standard_normal(11),
+            differentiable=("gain", "shift"),
         ),
         "mask_mod": MaskMod(lambda i, j: (i + j) % 4 != 1),
     }
@@ -65,9 +91,10 @@ def random_arrays(
 def magnitudes(x: np.ndarray, options: dict[str, Any], heads: int | None = None) -> np.ndarray:
     """Return magnitudes (batch, heads, seqlen, dim) in float64, with KV heads repeated.
 
-    The magnitude of padding, which is NaN, is 0.
+    The magnitude of padding, which is NaN, is 0. Packed arrays count as one sequence.
     """
     found = np.nan_to_num(np.abs(x.astype(np.float64)))
+    found = found[None] if found.ndim == 3 else found
     if options.get("layout") != "bhsd":
         found = found.swapaxes(1, 2)
     return found if heads is None else found.repeat(heads // found.shape[1], 1)

@@ -11,42 +11,72 @@ from cupy_flash import (
     attention_backward_reference,
     attention_hvp_reference,
     attention_reference,
+    attention_varlen_backward_reference,
+    attention_varlen_hvp_reference,
     attention_weights,
 )
 from cupy_flash.reference.dense import error_bound, max_error
-from support.gradients.directions import largest_product, magnitudes, tangents_of
+from support.gradients.directions import (
+    largest_product,
+    magnitudes,
+    moved,
+    moving_modifications,
+    tangents_of,
+)
 from support.gradients.gradient_calls import GradientCall
 
 WRT = ("q", "k", "v")
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+# References of gradients and of their tangents, by the kind of a call.
+REFERENCES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    **dict.fromkeys(("dense", "padded"), (attention_backward_reference, attention_hvp_reference)),
+    "varlen": (attention_varlen_backward_reference, attention_varlen_hvp_reference),
+}
 
 
 class Direction:
-    """A call's arrays with dout and dlse, and their tangents, by the names of arguments."""
+    """A call's arrays with dout and dlse, and their tangents, by the names of arguments.
 
-    def __init__(self, call: GradientCall, rng: np.random.Generator) -> None:
+    With `of_mods`, its modifications have tangents, too.
+    """
+
+    def __init__(
+        self, call: GradientCall, rng: np.random.Generator, *, of_mods: bool = False
+    ) -> None:
         self.call = call
-        inputs, self.options = call.forward.given(np)
-        self.arrays = dict(zip(WRT, inputs, strict=True)) | {"dout": call.dout}
+        given, self.options = call.forward.given(np)
+        self.options |= zip(LENGTHS, given[3:], strict=False)
+        self.arrays = dict(zip(WRT, given[:3], strict=True)) | {"dout": call.dout}
         # Some calls have no gradient of the log-sum-exp.
         if call.dlse is not None:
             self.arrays["dlse"] = call.dlse
         moving = tangents_of(self.arrays.values(), rng)
         self.tangents = dict(zip(self.arrays, moving, strict=True))
+        modifications = moving_modifications(self.options) if of_mods else {}
+        moving = tangents_of(modifications.values(), rng)
+        self.of_mods = dict(zip(modifications, moving, strict=True))
+        self.wrt: Sequence[str] = (*WRT, *modifications)
+        self.gradients_of, self.reference = REFERENCES[call.forward.kind]
 
     def find(self, function: Callable[..., Any], xp: Any = np) -> list[np.ndarray]:
         """Return the tangents of the gradients, computed from arrays of `xp`, in host memory."""
         given = self.arrays | {f"{name}_tangent": x for name, x in self.tangents.items()}
+        moving = {"modification_tangents": self.of_mods, "wrt": self.wrt}
         if xp is np:
-            return list(function(**given, **self.options))
-        _, options = self.call.forward.given(xp)
-        results = function(**{name: xp.asarray(x) for name, x in given.items()}, **options)
+            return list(function(**given, **moving, **self.options))
+        lengths, options = self.call.forward.given(xp)
+        options |= zip(LENGTHS, lengths[3:], strict=False)
+        moving["modification_tangents"] = {n: xp.asarray(x) for n, x in self.of_mods.items()}
+        results = function(
+            **{name: xp.asarray(x) for name, x in given.items()}, **moving, **options
+        )
         return [xp.asnumpy(x) for x in results]
 
     def gradients(self, step: float) -> tuple[np.ndarray, ...]:
         """Return the gradients after a step of all arrays along their tangents."""
-        moved = {name: x + step * self.tangents[name] for name, x in self.arrays.items()}
-        found: tuple[np.ndarray, ...] = attention_backward_reference(
-            **moved, wrt=WRT, **self.options
+        arrays = {name: x + step * self.tangents[name] for name, x in self.arrays.items()}
+        found: tuple[np.ndarray, ...] = self.gradients_of(
+            **arrays, wrt=self.wrt, **moved(self.options, self.of_mods, step)
         )
         return found
 

@@ -236,4 +236,22 @@ if hasattr(jax, "shard_map"):
             lambda *xs: moved(*xs)[1:], mesh=mesh, in_specs=spec, out_specs=spec
         )
         assert_close(jax.jit(divided)(q, k, v, t), expected[1:])
+
+
+# So are those with respect to modifications, whose gradients are sums over devices.
+def moved_modifications(*inputs):
+    def loss(q, k, v, bias, sinks):
+        return (cj.flash_attention(q, k, v, bias=bias, sinks=sinks) ** 2).sum()
+
+    bias_and_sinks = inputs[3:]
+    first = jax.jvp(lambda *x: loss(*inputs[:3], *x), bias_and_sinks, bias_and_sinks)
+    return first, jax.jvp(jax.grad(loss, tuple(range(5))), inputs, inputs)[1]
+
+
+inputs = arrays((4, 6, 4, 8), (4, 8, 2, 8), (4, 8, 2, 8), (4, 6, 8), (4,))
+expected = moved_modifications(*inputs)
+for spec, of_bias, of_sinks in ((P("x"), P(), P()), (P("x", None, "y"), P("y"), P("y"))):
+    given = [placed(x, spec) for x in inputs[:3]]
+    given += [placed(inputs[3], of_bias), placed(inputs[4], of_sinks)]
+    assert_close(jax.jit(moved_modifications)(*given), expected)
 print("all right")

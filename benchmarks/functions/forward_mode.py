@@ -101,7 +101,7 @@ def measure(timer: GpuTimer, head_dim: int, causal: bool) -> dict[str, Any]:
 def main(output: Path) -> None:
     """Measure attention with its tangent, and write the times as JSON."""
     environment = metadata(device_for_id(0).name) | {
-        "mma_tangent_digest": FAMILIES["tangent"]["mma"].digest(),
+        "hopper_tangent_digest": FAMILIES["tangent"]["hopper"].digest(),
         "shape": (_BATCH, _TOKENS, _WIDTH),
         "dtype": "bfloat16",
     }

@@ -138,8 +138,11 @@ struct HopperConsumer {
     prepare_scores([&] {
       if (releases_early) products.wait_output(true);
     });
-    if (!Config::overlaps_output && !releases_early) products.wait_output(true);
-    bool rescales = softmax.exponentiate(products.scores, products.next_probabilities, rescale);
+    const auto wait = [&] {
+      if (!Config::overlaps_output && !releases_early) products.wait_output(true);
+    };
+    bool rescales =
+        softmax.exponentiate(products.scores, products.next_probabilities, rescale, wait);
     dropout.apply(products.next_probabilities);
     float normalizer[2];
     bool is_special = false;
@@ -280,7 +283,8 @@ struct HopperConsumer {
   // warp changed, so that O must be multiplied by `rescale`.
   __device__ bool compute_softmax(float (&rescale)[2]) {
     prepare_scores([] {});
-    bool changes = softmax.exponentiate(products.scores, products.next_probabilities, rescale);
+    bool changes =
+        softmax.exponentiate(products.scores, products.next_probabilities, rescale, [] {});
     dropout.apply(products.next_probabilities);
     return changes;
   }

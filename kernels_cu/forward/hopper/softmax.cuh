@@ -49,13 +49,7 @@ __device__ inline int largest_bits_of_lane(const float (&scores)[Bc / 2], int ha
 // Returns the same for the scores and one more number, whose bits are `bits`.
 template <int Bc>
 __device__ inline int largest_bits_of_lane(const float (&scores)[Bc / 2], int half, int bits) {
-#pragma unroll
-  for (int j = 0; j < Bc / 8; ++j) {
-    const int first = __float_as_int(scores[4 * j + 2 * half]);
-    const int second = __float_as_int(scores[4 * j + 2 * half + 1]);
-    bits = ::max(::max(first, second), bits);
-  }
-  return bits;
+  return ::max(largest_bits_of_lane<Bc>(scores, half), bits);
 }
 
 // Returns the bits of the largest score of this lane in a row, provided that all scores are
@@ -145,10 +139,14 @@ struct HopperSoftmax {
     }
   }
 
-  // Computes P from the scores. Returns whether the base of any row of the warp changed, so that
-  // the previous sums and output must be multiplied by `rescale`.
-  __device__ bool exponentiate(Scores& scores, Probabilities& probabilities, float (&rescale)[2]) {
+  // Computes P from the scores. Calls wait() before it computes exponentials. Returns whether the
+  // base of any row of the warp changed, so that the previous sums and output must be multiplied by
+  // `rescale`.
+  template <class Wait>
+  __device__ bool exponentiate(Scores& scores, Probabilities& probabilities, float (&rescale)[2],
+                               Wait wait) {
     if constexpr (Config::max_logits) include_scores(scores);
+    wait();
     float sums[2];
     Moments moments;
     compute_exponentials(scores, probabilities, sums, moments);
@@ -186,7 +184,8 @@ struct HopperSoftmax {
 
   // Updates the largest scores of this lane's rows with the scores of a KV tile. The softmax itself
   // computes no maxima, so these comparisons are the cost of Config::max_logits. Scores are
-  // compared as integers, and again as floats only if the result may be wrong.
+  // compared as integers, and again as floats only if the result may be wrong. The branch keeps the
+  // compiler from moving the comparisons past a wait for a product that is in flight.
   __device__ void include_scores(Scores& scores) {
     if constexpr (Config::Mods::changes_scores) {
       include_exponents(scores);

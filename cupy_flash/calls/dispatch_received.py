@@ -50,8 +50,8 @@ def on_gpu(
     if modifications.get("dropout_p") or not is_cupy(read("q", arguments.q)):
         return None
     of_keys, of_values = ("k", "v") if arguments.k_cache is None else CACHES
-    stored = getattr(arguments, of_keys)
-    if dtype_name(read(of_keys, stored)) in LARGEST_QUANTIZED:
+    stored = read(of_keys, getattr(arguments, of_keys))
+    if dtype_name(stored) in LARGEST_QUANTIZED:
         return None
     if arguments.lse is None:
         forward = options._replace(return_lse=True, received=None, discards_out=True)

@@ -1,9 +1,9 @@
 // Sum over queries of the attention weights of each key on Hopper (sm_90a), for float16 and
 // bfloat16. The forward pass has computed `lse`.
 //
-// A work item is a KV tile of Bc keys, which is the left operand of the score pipeline. Its right
-// tiles are the query tiles of Br rows, whose numbers are their log-sum-exp. With Config::grouped, a
-// work item goes through all query heads of its KV head.
+// A work item is a KV tile of Bc keys, which is the left operand of the score pipeline, with 64 keys
+// for each consumer. Its right tiles are the query tiles of Br rows, whose numbers are their
+// log-sum-exp. With Config::grouped, a work item goes through all query heads of its KV head.
 #pragma once
 
 #include "received/hopper/score_pipeline.cuh"
@@ -26,20 +26,22 @@ struct HopperReceived {
               tile.last_head, keys.first_tile, keys.last_tile};
     }
     __device__ float number(int head, int row) const { return keys.lse_log2(head, row); }
-    __device__ void consume(Pipeline& pipeline, int consumer) {
-      const int first_key = keys.tile.begin + 64 * consumer + threadIdx.x / 32 % 4 * 16 +
-                            threadIdx.x % 32 / 4;
+    __device__ void consume(Pipeline& pipeline, int consumer) const {
+      KeyTile tile = keys.tile;
+      tile.begin += 64 * consumer;
+      ReceivedKeys<Config, 2, 64> own = {keys.p, tile};
+      const int first_key = tile.begin + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
       const auto step = [](int n) { return 8 * n; };
       if (keys.has_queries()) {
         pipeline.multiply(
-            work(), consumer,
+            work(), consumer, own.first_tile, own.last_tile,
             [&](const typename Pipeline::Scores& scores, const ScoreTile& tile, const float* lse) {
-              keys.add(
+              own.add(
                   tile.head, tile.tile, lse, first_key,
                   [&](int r, int n) { return scores[r / 2 * 4 + 2 * n + r % 2]; }, step);
             });
       }
-      keys.write(first_key, step);
+      own.write(first_key, step);
     }
   };
 

@@ -32,9 +32,7 @@ struct LaneRowSums {
   bool has_bases = false;  // whether all rows of the warp have a base
 
   // Adds the scores of a KV tile. With `Masked`, a row attends to its first visible[half] keys,
-  // counted from the lane's first key. The scores stay unchanged: they are accumulators, and the
-  // assembler serializes the products if a kernel writes accumulators while another product is in
-  // flight.
+  // counted from the lane's first key.
   template <bool Masked>
   __device__ void add(const float (&scores)[Bc / 2], const int (&visible)[2]) {
     const auto score = [&](int i) {
@@ -126,10 +124,12 @@ struct HopperLse {
       const int first_row = coord.q_begin + 64 * consumer;
       const int lane_row = first_row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
       const int first_masked_tile = mask.template full_tiles<Bc>(first_row);
+      const int last_row = min(first_row + 64, sequence.seqlen_q) - 1;
+      const int end = first_row > last_row ? 0 : ceil_div(mask.visible_end(last_row), Bc);
       LaneRowSums<Config> sums = {exponent_scale<Config, float>(p)};
       if (!work().is_empty()) {
         pipeline.multiply(
-            work(), consumer,
+            work(), consumer, tiles.begin, end,
             [&](const typename Pipeline::Scores& scores, const ScoreTile& tile, const float*) {
               if (tile.tile < first_masked_tile) {
                 sums.template add<false>(scores, {});

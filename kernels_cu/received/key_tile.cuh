@@ -10,11 +10,11 @@
 #include "scheduler/tile_coord.cuh"
 #include "tile/fragments.cuh"
 
-// The query tiles of a KV tile, and the sums of the `LaneKeys` keys of which a lane holds weights.
-template <class Config, int LaneKeys>
+// The query tiles of `Keys` keys, and the sums of the `LaneKeys` of them of which a lane holds
+// weights.
+template <class Config, int LaneKeys, int Keys = Config::Bc>
 struct ReceivedKeys {
   static constexpr int Br = Config::Br;
-  static constexpr int Bc = Config::Bc;
   static constexpr int lane_queries = Br / 4;  // number of queries that a lane holds pairs of
   using Softmax = SoftmaxBackward<Config, lane_queries, LaneKeys, ReceivedParams>;
 
@@ -26,8 +26,11 @@ struct ReceivedKeys {
   const QueryTileRange tiles;
   const int first_tile;  // tiles with queries that count
   const int last_tile;
+  const int full_begin;  // tiles whose pairs are all visible, and whose queries all count
+  const int full_end;
   float sums[LaneKeys] = {};
 
+  // The keys begin at `tile.begin`.
   __device__ ReceivedKeys(const ReceivedParams& p, const KeyTile& tile)
       : p(p),
         tile(tile),
@@ -36,11 +39,14 @@ struct ReceivedKeys {
         mask(mask_of<Config>(p, sequence, tile.batch)),
         tiles(tile.begin < sequence.seqlen_k
                   ? query_tile_range<Br>(mask, tile.begin,
-                                         min(tile.begin + Bc, sequence.seqlen_k),
+                                         min(tile.begin + Keys, sequence.seqlen_k),
                                          sequence.seqlen_q)
                   : QueryTileRange{}),
         first_tile(max(tiles.begin, counted.begin / Br)),
-        last_tile(min(tiles.end, ceil_div(counted.end, Br))) {}
+        last_tile(min(tiles.end, ceil_div(counted.end, Br))),
+        full_begin(max(tiles.full_begin, ceil_div(counted.begin, Br))),
+        full_end(tile.begin + Keys > sequence.seqlen_k ? 0
+                                                       : min(tiles.full_end, counted.end / Br)) {}
 
   __device__ bool has_queries() const { return first_tile < last_tile; }
 
@@ -54,10 +60,10 @@ struct ReceivedKeys {
   // the distance of that key from `first_key`, the lane's first one.
   template <class Score, class Step>
   __device__ void add(int head, int q_tile, const float* lse, int first_key, Score score, Step step) {
-    if (is_masked(q_tile)) {
-      add_weights<true>(head, q_tile, lse, first_key, score, step);
-    } else {
+    if (q_tile >= full_begin && q_tile < full_end) {
       add_weights<false>(head, q_tile, lse, first_key, score, step);
+    } else {
+      add_weights<true>(head, q_tile, lse, first_key, score, step);
     }
   }
 
@@ -73,31 +79,41 @@ struct ReceivedKeys {
   }
 
  private:
-  // Returns whether a tile may have masked pairs or queries that do not count.
-  __device__ bool is_masked(int q_tile) const {
-    return q_tile < tiles.full_begin || q_tile >= tiles.full_end ||
-           tile.begin + Bc > sequence.seqlen_k || q_tile * Br < counted.begin ||
-           (q_tile + 1) * Br > counted.end;
+  // Queries that attend to a key by position and count, as distances from some query.
+  struct VisibleQueries {
+    int begin;
+    int end;
+    __device__ bool contain(int distance) const { return distance >= begin && distance < end; }
+  };
+  __device__ VisibleQueries visible_queries(int key, int from) const {
+    if (key >= sequence.seqlen_k) return {};
+    const int begin = max(mask.row_begin(key, sequence.seqlen_q), counted.begin);
+    const int end = min(mask.row_end(key, sequence.seqlen_q), counted.end);
+    return {begin - from, end - from};
   }
 
   template <bool Masked, class Score, class Step>
   __device__ void add_weights(int head, int q_tile, const float* lse, int first_key, Score score,
                               Step step) {
-    const int first_query = threadIdx.x % 4 * 2;
-    const auto row_of = [&](int r) { return q_tile * Br + first_query + r / 2 * 8 + r % 2; };
+    const int lane_query = threadIdx.x % 4 * 2, first_query = q_tile * Br + lane_query;
+    const auto distance = [](int r) { return r / 2 * 8 + r % 2; };
     float partial[LaneKeys] = {};
+    VisibleQueries visible[LaneKeys];
+#pragma unroll
+    for (int n = 0; n < LaneKeys; ++n) {
+      visible[n] = Masked ? visible_queries(first_key + step(n), first_query) : VisibleQueries{};
+    }
     const Softmax softmax = {p,        mask,
                              sequence, tile.batch,
                              head,     float(signed_scale<Config, double>(p) *
                                          SoftmaxMath<double>::log2_e)};
-    softmax.template for_each_pair<Masked, false>(
-        row_of, first_key,
-        [&](int r) {
-          return RowStats<float>{lse[first_query + r / 2 * 8 + r % 2], 0};
-        },
-        score, step,
+    // One range per key takes fewer instructions than the softmax's ranges, one per query.
+    constexpr bool masks_pairs = Softmax::template is_modified<Masked>;
+    softmax.template for_each_pair<Masked && masks_pairs, false>(
+        [&](int r) { return first_query + distance(r); }, first_key,
+        [&](int r) { return RowStats<float>{lse[lane_query + distance(r)], 0}; }, score, step,
         [&](int r, int n, bool is_visible, bool, float exponent, float) {
-          if (Masked) is_visible = is_visible && counted.contain(row_of(r));
+          if (Masked) is_visible = is_visible && visible[n].contain(distance(r));
           partial[n] += is_visible ? SoftmaxMath<float>::exp2(exponent) : 0;
         },
         0, lane_queries);

@@ -32,6 +32,7 @@ from cupy_flash.families.hopper.block import (
     most_stages,
     why_not_device,
 )
+from cupy_flash.families.hopper.persistent import section_heads
 from cupy_flash.families.hopper.tensor_maps import (
     box_columns,
     map_spec,
@@ -50,11 +51,11 @@ from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
 
 # Registers per producer thread and per consumer thread, by the number of consumer warpgroups.
-_REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
-# Number of registers of a consumer thread for addresses, sums and masks.
+_REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160), 4: (56, 104)}
+# Number of registers of a consumer thread for addresses, sums, masks and exponentials.
 _STATE_REGISTERS = 40
 _MAX_COLUMNS = 256
-_MAX_STAGES = 6
+_MAX_STAGES = 4
 _WORD = 4
 
 
@@ -62,15 +63,19 @@ _WORD = 4
 class HopperScoreTile(Tile):
     """Tile of kernels that need scores only.
 
-    A work item has 64, 128 or 192 rows of one operand, and goes through tiles of the other operand.
+    A work item has 64, 128, 192 or 256 rows of one operand, and goes through tiles of the other
+    operand.
 
     Attributes
     ----------
     stages
         Number of tiles of the other operand in shared memory.
+    left_stages
+        Number of work items whose rows are in shared memory.
     """
 
     stages: int = 2
+    left_stages: int = 1
 
 
 class _HopperScoreFamily(Family[HopperScoreTile]):
@@ -114,35 +119,40 @@ class _HopperScoreFamily(Family[HopperScoreTile]):
         return getattr(tile, self.left_rows), getattr(tile, self.right_rows)
 
     def candidates(self, problem: Problem, device: Device) -> Iterator[HopperScoreTile]:
-        for left, right in itertools.product((128, 192, 64), range(128, 15, -16)):
+        for left, right in itertools.product((256, 128, 192, 64), range(128, 15, -16)):
             sizes = {self.left_rows: left, self.right_rows: right}
             yield self._with_all_stages(problem, device, HopperScoreTile(**sizes))
 
     def preferred_tiles(self, problem: Problem, device: Device) -> Iterable[HopperScoreTile]:
-        # With 128 rows of wide heads, shared memory has space for two stages only.
-        sizes = {self.left_rows: 128, self.right_rows: 128 if problem.head_dim <= 128 else 64}
+        sizes = {self.left_rows: 256, self.right_rows: 128 if problem.head_dim <= 128 else 64}
         best = self._with_all_stages(problem, device, HopperScoreTile(**sizes))
         return itertools.chain((best,), self.candidates(problem, device))
 
     def _with_all_stages(
         self, problem: Problem, device: Device, tile: HopperScoreTile
     ) -> HopperScoreTile:
-        """Return the tile with as many stages as shared memory has space for."""
-        tiles = (dataclasses.replace(tile, stages=n) for n in range(_MAX_STAGES, 1, -1))
+        """Return the tile with as many stages as shared memory has space for.
+
+        Rows of a second work item come before a third stage.
+        """
+        numbers = [(n, 2) for n in range(_MAX_STAGES, 1, -1)]
+        numbers += [(n, 1) for n in range(_MAX_STAGES, 0, -1)]
+        tiles = (
+            dataclasses.replace(tile, stages=stages, left_stages=left) for stages, left in numbers
+        )
         return most_stages(device, tiles, lambda each: self.shared_memory(problem, each))
 
     def why_not_tile(self, problem: Problem, device: Device, tile: HopperScoreTile) -> str | None:
         left, right = self._rows(tile)
-        if left not in (64, 128, 192):
-            return f"{self.left_rows} is {left}; expected 64, 128 or 192"
+        if left not in (64, 128, 192, 256):
+            return f"{self.left_rows} is {left}; expected 64, 128, 192 or 256"
         if right % 16 or not 16 <= right <= 256:
             return f"{self.right_rows} is {right}; expected a multiple of 16 up to 256"
-        if tile.stages < 2:
-            return f"stages is {tile.stages}; expected at least 2"
+        if min(tile.stages, tile.left_stages) < 1:
+            return "stages and left_stages must be positive"
         if reason := why_not_shared_memory(device, self.shared_memory(problem, tile)):
             return reason
-        # Scores of two tiles, and the rows of the operand that stays.
-        need = right + round_up(problem.head_dim, 16) // 4 + _STATE_REGISTERS
+        need = right // 2 + _STATE_REGISTERS
         _, most = _REGISTERS[left // WARPGROUP_ROWS]
         if need > most:
             return f"needs about {need} registers per thread; {most} are available"
@@ -159,24 +169,37 @@ class _HopperScoreFamily(Family[HopperScoreTile]):
         left, right = self._rows(tile)
         row = 2 * round_up(problem.head_dim, 32)
         stage = right * (row + _WORD * self.has_numbers) + 2 * BARRIER_BYTES
-        return left * row + tile.stages * stage + 2 * BARRIER_BYTES
+        return tile.left_stages * (left * row + 2 * BARRIER_BYTES) + tile.stages * stage
 
     def schedule(self, problem: Problem, device: Device, tile: HopperScoreTile) -> Schedule:
         argument = "received" if problem.received else "params"
+        left, right = self._rows(tile)
+        blocks = max(1, min(self._items(problem, tile), device.sm_count))
         main = Launch(
             MAIN_ENTRY,
             f"hopper_{problem.direction}",
-            (max(1, min(self._items(problem, tile), device.sm_count)), 1, 1),
-            WARPGROUP * (self._rows(tile)[0] // WARPGROUP_ROWS + 1),
+            (blocks, 1, 1),
+            WARPGROUP * (left // WARPGROUP_ROWS + 1),
             self.shared_memory(problem, tile),
             min_blocks=1,
             arguments=("score_maps", argument),
         )
         return Schedule(
             (main,),
-            section_heads=heads_in_l2(problem, device),
+            section_heads=self._section_heads(problem, device, blocks, left, right),
             tensor_maps=self._tensor_maps(problem, tile),
         )
+
+    def _section_heads(
+        self, problem: Problem, device: Device, blocks: int, left: int, right: int
+    ) -> int:
+        """Return the number of query heads to interleave."""
+        if not problem.causal:
+            return heads_in_l2(problem, device)
+        # A work item of grouped sums goes through all query heads of its KV head.
+        group = problem.heads_q // problem.heads_kv if problem.received == "groups" else 1
+        of_items = dataclasses.replace(problem, heads_q=problem.heads_q // group)
+        return group * section_heads(of_items, blocks=blocks, Br=left, Bc=right)
 
     def _tensor_maps(self, problem: Problem, tile: HopperScoreTile) -> dict[str, TensorMapSpec]:
         p, (left, right) = problem, self._rows(tile)
@@ -197,7 +220,7 @@ class _HopperScoreFamily(Family[HopperScoreTile]):
     ) -> dict[str, int | bool]:
         producer, consumer = _REGISTERS[self._rows(tile)[0] // WARPGROUP_ROWS]
         return {
-            **tile_members(tile, "Br Bc stages"),
+            **tile_members(tile, "Br Bc stages left_stages"),
             "producer_registers": producer,
             "consumer_registers": consumer,
             "shared_memory": self.shared_memory(problem, tile),
@@ -205,7 +228,7 @@ class _HopperScoreFamily(Family[HopperScoreTile]):
 
 
 class HopperReceivedFamily(_HopperScoreFamily):
-    """Sums of weights by one product, with the keys in registers."""
+    """Sums of weights by one product, with a work item for each KV tile."""
 
     name = "hopper"
     source = "received/hopper.cu"
@@ -216,7 +239,7 @@ class HopperReceivedFamily(_HopperScoreFamily):
 
 
 class HopperLseFamily(_HopperScoreFamily):
-    """Log-sum-exp of a forward pass by one product, with the queries in registers."""
+    """Log-sum-exp of a forward pass by one product, with a work item for each query tile."""
 
     name = "hopper_lse"
     source = "received/hopper_lse.cu"

@@ -2,23 +2,23 @@
 // no output: S = L R^T, where L is a tile of Q or K, and R goes through tiles of the other one.
 //
 // One thread of the producer warpgroup loads tiles by TMA. Each consumer warpgroup computes 64 rows
-// of S, with its rows of L in registers. It processes the scores of one tile while the tensor cores
-// compute those of the next:
+// of S, and processes them before it issues its next product. While some consumers process scores,
+// the tensor cores compute those of others:
 //
 //   producer thread     L  R0 R1 R2 R3 ...   next L  R0 ...
 //   numbers warp           N0 N1 N2 N3 ...           N0 ...   (one float per row of R, optional)
-//   tensor cores              S0 S1 S2 S3 ...
-//   consumer                     P0 P1 P2 ...
+//   tensor cores              S0 of A, S0 of B, S0 of C, S0 of D, S1 of A, ...
+//   consumer A                        P0 ..................               P1 ...
 //
 // The phase of full(stage) ends when R and N of a stage are there, that of empty(stage) when all
-// consumer warps have processed the scores. L is free as soon as the consumers have copied it.
+// consumer warps have processed the scores. The phases of left_full(stage) and left_empty(stage)
+// are those of L.
 #pragma once
 
 #include "ptx/registers.cuh"
 #include "ptx/sm90a.cuh"
 #include "ptx/wgmma.cuh"
 #include "tile/pipeline_state.cuh"
-#include "tile/tma_fragments.cuh"
 #include "tile/tma_pipeline.cuh"
 #include "tile/tma_tile.cuh"
 
@@ -65,27 +65,26 @@ struct ScorePipeline {
   using Left = TmaTile<LeftRows, Config::head_dim>;
   using Right = TmaTile<RightRows, Config::head_dim>;
   static constexpr int stages = Config::stages;
+  static constexpr int left_stages = Config::left_stages;
   static constexpr int consumers = LeftRows / 64;
   static constexpr int k_steps = (Config::head_dim + 15) / 16;
   using Scores = float[RightRows / 2];
 
-  static_assert(LeftRows % 64 == 0 && consumers >= 1 && consumers <= 3,
+  static_assert(LeftRows % 64 == 0 && consumers >= 1 && consumers <= 4,
                 "64 rows for each consumer");
   static_assert(RightRows % 16 == 0 && RightRows <= 256, "whole wgmma instructions");
-  static_assert(stages >= 2, "a stage is released after the product of the next one is issued");
 
-  // Shared memory: L, the ring of R, the ring of numbers, and the barriers.
-  static constexpr int ring_offset = Left::bytes;
+  // Shared memory: the rings of L, of R and of numbers, and the barriers.
+  static constexpr int ring_offset = left_stages * Left::bytes;
   static constexpr int numbers_offset = ring_offset + stages * Right::bytes;
   static constexpr int barrier_offset =
       numbers_offset + HasNumbers * stages * RightRows * int(sizeof(float));
-  static_assert(barrier_offset + (2 * stages + 2) * 8 == Config::shared_memory,
+  static_assert(barrier_offset + 2 * (stages + left_stages) * 8 == Config::shared_memory,
                 "as the host planned");
 
   const unsigned shared;
-  PipelineState<stages> ring = {};   // of a loader, or of the products that a consumer issues
-  PipelineState<1> left_state = {};
-  unsigned left[4 * k_steps];        // the consumer's rows of L
+  PipelineState<stages> ring = {};
+  PipelineState<left_stages> left_ring = {};
 
   __device__ explicit ScorePipeline(unsigned shared) : shared(shared) {}
 
@@ -95,19 +94,22 @@ struct ScorePipeline {
       ptx::mbarrier_init(full(stage), HasNumbers ? 2 : 1);
       ptx::mbarrier_init(empty(stage), 4 * consumers);
     }
-    ptx::mbarrier_init(left_full(), 1);
-    ptx::mbarrier_init(left_empty(), 4 * consumers);
+    for (int stage = 0; stage < left_stages; ++stage) {
+      ptx::mbarrier_init(left_full(stage), 1);
+      ptx::mbarrier_init(left_empty(stage), 4 * consumers);
+    }
     ptx::fence_mbarrier_init();
   }
 
   // Loads the tiles of a work item. Called by one thread.
   __device__ void load(const ScoreWork& work, const TensorMap* left_map,
                        const TensorMap* right_map) {
-    ptx::mbarrier_wait(left_empty(), left_state.phase ^ 1);
-    ptx::mbarrier_arrive_expect_tx(left_full(), Left::bytes);
-    load_boxes<Left>(shared, left_map, 0, work.left_row, work.left_head, work.batch, left_full(),
-                     ptx::l2_evict_first);
-    left_state.advance();
+    const unsigned filled = left_full(left_ring.index);
+    ptx::mbarrier_wait(left_empty(left_ring.index), left_ring.phase ^ 1);
+    ptx::mbarrier_arrive_expect_tx(filled, Left::bytes);
+    load_boxes<Left>(left_address(left_ring.index), left_map, 0, work.left_row, work.left_head,
+                     work.batch, filled, ptx::l2_evict_first);
+    left_ring.advance();
     for (ScoreTile tile = ScoreTile::first(work); !tile.is_end(work); tile.advance(work)) {
       ptx::mbarrier_wait(empty(ring.index), ring.phase ^ 1);
       ptx::mbarrier_arrive_expect_tx(full(ring.index), Right::bytes);
@@ -141,25 +143,34 @@ struct ScorePipeline {
     }
   }
 
-  // Calls process(scores, tile, numbers) for each tile of R. Called by a consumer warpgroup, of
-  // index `consumer`.
+  // Calls process(scores, tile, numbers) for each of the tiles [first, last) of R of each head, and
+  // skips the other tiles of the work item. Called by a consumer warpgroup, of index `consumer`.
   template <class Process>
-  __device__ void multiply(const ScoreWork& work, int consumer, Process process) {
-    copy_left(consumer);
-    Scores even, odd;
-    ScoreTile tile = ScoreTile::first(work);
-    start(even);
-    while (true) {
-      if (!process_tile(work, tile, even, odd, process)) break;
-      if (!process_tile(work, tile, odd, even, process)) break;
+  __device__ void multiply(const ScoreWork& work, int consumer, int first, int last,
+                           Process process) {
+    ptx::mbarrier_wait(left_full(left_ring.index), left_ring.phase);
+    const unsigned left =
+        left_address(left_ring.index) + 64 * consumer * Left::box_row_bytes;
+    Scores scores;
+    for (ScoreTile tile = ScoreTile::first(work); !tile.is_end(work); tile.advance(work)) {
+      ptx::mbarrier_wait(full(ring.index), ring.phase);
+      if (tile.tile >= first && tile.tile < last) {
+        compute_scores(left, scores);
+        process(scores, tile, numbers(ring.index));
+      }
+      arrive_warp(empty(ring.index));
+      ring.advance();
     }
+    arrive_warp(left_empty(left_ring.index));
+    left_ring.advance();
   }
 
  private:
   __device__ unsigned full(int stage) const { return shared + barrier_offset + 8 * stage; }
   __device__ unsigned empty(int stage) const { return full(stages + stage); }
-  __device__ unsigned left_full() const { return full(2 * stages); }
-  __device__ unsigned left_empty() const { return full(2 * stages + 1); }
+  __device__ unsigned left_full(int stage) const { return full(2 * stages + stage); }
+  __device__ unsigned left_empty(int stage) const { return left_full(left_stages + stage); }
+  __device__ unsigned left_address(int stage) const { return shared + stage * Left::bytes; }
   __device__ unsigned stage_address(int stage) const {
     return shared + ring_offset + stage * Right::bytes;
   }
@@ -168,56 +179,20 @@ struct ScorePipeline {
     return reinterpret_cast<float*>(shared_memory + numbers_offset) + stage * RightRows;
   }
 
-  // Copies the consumer's rows of L to registers, and releases L.
-  __device__ void copy_left(int consumer) {
-    ptx::mbarrier_wait(left_full(), left_state.phase);
-    copy_row_fragments<Left>(shared, 64 * consumer, left);
-    ptx::pin(left);
-    // Without this fence, TMA may overwrite L before ldmatrix has read it: products of other
-    // consumers can delay those reads, and the arrival does not wait for them.
-    ptx::fence_proxy_async();
-    arrive_warp(left_empty());
-    left_state.advance();
-  }
-
-  // Issues S = L R^T for the next stage.
-  __device__ void start(Scores& scores) {
-    ptx::mbarrier_wait(full(ring.index), ring.phase);
-    const unsigned long long right = Right::k_along_columns() + stage_address(ring.index) / 16;
+  // Computes S = L R^T for the current stage; `left` is the address of the consumer's rows of L.
+  __device__ void compute_scores(unsigned left, Scores& scores) const {
+    const unsigned long long a = Left::k_along_columns() + left / 16;
+    const unsigned long long b = Right::k_along_columns() + stage_address(ring.index) / 16;
     ptx::pin(scores);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < k_steps; ++step) {
-      Wgmma<Element, RightRows>::multiply_k_contiguous(
-          scores, left + 4 * step, right + Right::column_step(step) / 16, step != 0);
+      Wgmma<Element, RightRows>::multiply(scores, a + Left::column_step(step) / 16,
+                                          b + Right::column_step(step) / 16, step != 0);
     }
     ptx::wgmma_commit_group();
-    ring.advance();
-  }
-
-  // Issues the scores of the tile after `tile`, if there is one, and processes `scores`, those of
-  // `tile`. Then advances `tile`, and returns whether it exists. The two cases have their own waits:
-  // if they shared one, the compiler would wait for the scores of the next tile, too.
-  template <class Process>
-  __device__ bool process_tile(const ScoreWork& work, ScoreTile& tile, Scores& scores,
-                               Scores& next_scores, Process process) {
-    const int stage = ring.index == 0 ? stages - 1 : ring.index - 1;
-    const ScoreTile current = tile;
-    const auto finish = [&] {
-      ptx::pin(scores);
-      process(scores, current, numbers(stage));
-      arrive_warp(empty(stage));
-    };
-    tile.advance(work);
-    if (tile.is_end(work)) {
-      ptx::wgmma_wait_group<0>();
-      finish();
-      return false;
-    }
-    start(next_scores);
-    ptx::wgmma_wait_group<1>();
-    finish();
-    return true;
+    ptx::wgmma_wait_group<0>();
+    ptx::pin(scores);
   }
 };
 
@@ -273,7 +248,7 @@ __device__ void run_score_kernel(const Kernel& kernel) {
     }
   } else {
     ptx::setmaxnreg_inc<Config::consumer_registers>();
-    for_each_item([&](auto item) { item.consume(pipeline, warpgroup - 1); });
+    for_each_item([&](const auto& item) { item.consume(pipeline, warpgroup - 1); });
   }
 }
 

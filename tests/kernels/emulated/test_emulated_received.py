@@ -80,7 +80,7 @@ def test_sums_are_those_of_the_weights(
         *(rng, str(rng.choice(dtypes)), kind),
         # TMA needs aligned rows.
         head_dims=(8, 24, 64, 80) if family == "hopper" else (5, 24, 64),
-        longest=(90, 150),
+        longest=(150, 300) if family == "hopper" else (90, 150),
         dropout=False,
     )
     call.check(sums_on_host(call, family, folder))

@@ -141,7 +141,8 @@ def test_calls_on_quantized_caches_and_of_mla_agree_with_the_reference(
         case = random_kvcache_case(rng, **LATENT, dtype="bfloat16")
         arguments = latent_arguments(case, None, "none")
     else:
-        arguments = random_quantized_case(rng).arguments()
+        dtype = str(rng.choice(["float16", "bfloat16"]))
+        arguments = random_quantized_case(rng, dtype=dtype).arguments()
     given = {name: on_device(x) for name, x in arguments.items()}
     results = flash_attention_with_kvcache(**given, **ALL)
     found = dict(zip(("lse", "max_logits", "entropy"), (x.get() for x in results[1:]), strict=True))

@@ -121,8 +121,11 @@ def test_packed_sequences_obey_the_error_rule(dtype: str, number: int, rng: Any)
     inputs, direction, lengths, options = packed_call(rng, DTYPES[dtype])
     on_gpu = [cupy.asarray(x) for x in (*inputs, *lengths[:2], *direction)]
     poison(*on_gpu[:3])
+    moved = {
+        name: cupy.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()
+    }
     results = flash_attention_varlen_jvp(
-        *on_gpu[:5], *lengths[2:], *on_gpu[5:], return_lse=True, **options
+        *on_gpu[:5], *lengths[2:], *on_gpu[5:], return_lse=True, **moved
     )
     found = [cupy.asnumpy(x) for x in results]
     check_packed_tangents(found, inputs, direction, lengths, options)

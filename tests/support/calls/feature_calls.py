@@ -27,6 +27,7 @@ from cupy_flash import (
     flash_attention_varlen_jvp,
 )
 from cupy_flash.calls import dispatch_received, dispatch_tangents
+from cupy_flash.calls.arguments import ReceivedArguments
 from cupy_flash.calls.options import Options
 from cupy_flash.families import FAMILIES
 from support.calls import row_statistics
@@ -179,7 +180,9 @@ def _received(draw: Draw) -> FeatureCall:
             plain, mods = _split(options)
             of_heads = "groups" if grouped else "heads"
             plain |= {"family": family, "received": (of_heads, queries.start, queries.stop)}
-            found = dispatch_received.on_gpu(q, k, lse, Options(**plain), mods)
+            found = dispatch_received.on_gpu(
+                ReceivedArguments(q, k, lse), Options(**plain), mods
+            )
             if found is None:
                 raise UnsupportedError("no kernel serves the call")
         check_received(call, queries, grouped, *_on_host(xp, found))

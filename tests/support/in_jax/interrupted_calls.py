@@ -6,6 +6,7 @@ Arguments: platform of JAX, and number of signals.
 from __future__ import annotations
 
 import collections
+import contextlib
 import importlib
 import os
 import signal
@@ -85,10 +86,10 @@ def work() -> None:
             seen["between"] += 1
 
 
-try:
-    work()
-except KeyboardInterrupt:
-    work()
+# A signal may also come where `work` handles one.
+while sender.is_alive():
+    with contextlib.suppress(KeyboardInterrupt):
+        work()
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 # Each exception that left a callback would have gone to XLA as an undefined result. JAX's hook of
 # the garbage collector, which is a Python function, may be interrupted.

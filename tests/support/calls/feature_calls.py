@@ -180,9 +180,7 @@ def _received(draw: Draw) -> FeatureCall:
             plain, mods = _split(options)
             of_heads = "groups" if grouped else "heads"
             plain |= {"family": family, "received": (of_heads, queries.start, queries.stop)}
-            found = dispatch_received.on_gpu(
-                ReceivedArguments(q, k, lse), Options(**plain), mods
-            )
+            found = dispatch_received.on_gpu(ReceivedArguments(q, k, lse), Options(**plain), mods)
             if found is None:
                 raise UnsupportedError("no kernel serves the call")
         check_received(call, queries, grouped, *_on_host(xp, found))

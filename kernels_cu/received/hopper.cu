@@ -54,8 +54,8 @@ struct HopperReceived {
     return ceil_div(p.seqlen_k, Config::Bc) * p.batch * heads();
   }
 
-  // Heads are taken in sections whose queries stay in L2 together. Within a section, KV tiles are in
-  // order: with a causal mask, most queries attend to the first one.
+  // Heads are taken in sections. Within a section, KV tiles are in order: with a causal mask, most
+  // queries attend to the first one.
   __device__ Item item(unsigned index) const {
     const int tiles = ceil_div(p.seqlen_k, Config::Bc), all = p.batch * heads();
     const int most = Config::grouped ? p.section_heads / (p.heads_q / p.heads_kv) : p.section_heads;

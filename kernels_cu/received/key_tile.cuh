@@ -79,7 +79,7 @@ struct ReceivedKeys {
   }
 
  private:
-  // Queries that attend to a key by position and count, as distances from some query.
+  // Queries that count and attend to a key by its position, as distances from some query.
   struct VisibleQueries {
     int begin;
     int end;
@@ -107,9 +107,9 @@ struct ReceivedKeys {
                              sequence, tile.batch,
                              head,     float(signed_scale<Config, double>(p) *
                                          SoftmaxMath<double>::log2_e)};
-    // One range per key takes fewer instructions than the softmax's ranges, one per query.
-    constexpr bool masks_pairs = Softmax::template is_modified<Masked>;
-    softmax.template for_each_pair<Masked && masks_pairs, false>(
+    // Positions are compared here: one range per key takes fewer instructions than the softmax's
+    // ranges, one per query.
+    softmax.template for_each_pair<false, false>(
         [&](int r) { return first_query + distance(r); }, first_key,
         [&](int r) { return RowStats<float>{lse[lane_query + distance(r)], 0}; }, score, step,
         [&](int r, int n, bool is_visible, bool, float exponent, float) {

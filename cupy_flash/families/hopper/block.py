@@ -62,7 +62,7 @@ def most_stages(
 ) -> TileT:
     """Return the first tile whose shared memory fits, or else the last one.
 
-    The tiles differ in their numbers of stages, in decreasing order.
+    The tiles differ in their numbers of stages, in order of preference.
     """
     last = None
     for tile in tiles:

@@ -54,6 +54,9 @@ from cupy_flash.problem.tile import Tile
 _REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160), 4: (56, 104)}
 # Number of registers of a consumer thread for addresses, sums, masks and exponentials.
 _STATE_REGISTERS = 40
+# Time of a work item of 256 and of 128 rows, relative to the former. 128 rows keep both the tensor
+# cores and the unit for exponentials less busy (`docs/engineering/measurements/scores.md`).
+_TIME_OF_ITEM = {256: 1.0, 128: 0.69}
 _MAX_COLUMNS = 256
 _MAX_STAGES = 4
 _WORD = 4
@@ -103,7 +106,7 @@ class _HopperScoreFamily(Family[HopperScoreTile]):
         if reason := why_not_scale(problem) or why_not_rows(problem):
             return reason
         if problem.head_dim > _MAX_COLUMNS:
-            return f"its registers hold at most {_MAX_COLUMNS} columns, not {problem.head_dim}"
+            return f"its tiles hold at most {_MAX_COLUMNS} columns, not {problem.head_dim}"
         if problem.seqlen_k == 0:
             return "TMA cannot address arrays without keys"
         if reason := why_not_strides(
@@ -124,8 +127,16 @@ class _HopperScoreFamily(Family[HopperScoreTile]):
             yield self._with_all_stages(problem, device, HopperScoreTile(**sizes))
 
     def preferred_tiles(self, problem: Problem, device: Device) -> Iterable[HopperScoreTile]:
-        sizes = {self.left_rows: 256, self.right_rows: 128 if problem.head_dim <= 128 else 64}
-        best = self._with_all_stages(problem, device, HopperScoreTile(**sizes))
+        right = 128 if problem.head_dim <= 128 else 64
+
+        def tile(left: int) -> HopperScoreTile:
+            sizes = {self.left_rows: left, self.right_rows: right}
+            return self._with_all_stages(problem, device, HopperScoreTile(**sizes))
+
+        def time(left: int) -> float:
+            return ceil_div(self._items(problem, tile(left)), device.sm_count) * _TIME_OF_ITEM[left]
+
+        best = tile(min(_TIME_OF_ITEM, key=time))
         return itertools.chain((best,), self.candidates(problem, device))
 
     def _with_all_stages(
@@ -193,7 +204,11 @@ class _HopperScoreFamily(Family[HopperScoreTile]):
     def _section_heads(
         self, problem: Problem, device: Device, blocks: int, left: int, right: int
     ) -> int:
-        """Return the number of query heads to interleave."""
+        """Return the number of query heads to interleave.
+
+        With a causal mask, it balances the work of the thread blocks. Work items of KV tiles are
+        counted like query tiles, as if there were as many queries as keys.
+        """
         if not problem.causal:
             return heads_in_l2(problem, device)
         # A work item of grouped sums goes through all query heads of its KV head.

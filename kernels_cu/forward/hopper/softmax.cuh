@@ -46,12 +46,6 @@ __device__ inline int largest_bits_of_lane(const float (&scores)[Bc / 2], int ha
   return ::max(max[0], max[1]);
 }
 
-// Returns the same for the scores and one more number, whose bits are `bits`.
-template <int Bc>
-__device__ inline int largest_bits_of_lane(const float (&scores)[Bc / 2], int half, int bits) {
-  return ::max(largest_bits_of_lane<Bc>(scores, half), bits);
-}
-
 // Returns the bits of the largest score of this lane in a row, provided that all scores are
 // negative. Otherwise, the result is the smallest score that is not negative.
 template <int Bc>
@@ -198,7 +192,7 @@ struct HopperSoftmax {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int previous = __float_as_int(rows[half].largest);
-      const int bits = largest_bits_of_lane<Bc>(scores, half, previous);
+      const int bits = ::max(largest_bits_of_lane<Bc>(scores, half), previous);
       largest[half] = __int_as_float(bits);
       signs |= bits;
     }

@@ -11,8 +11,8 @@
 //   consumer A                        P0 ..................               P1 ...
 //
 // The phase of full(stage) ends when R and N of a stage are there, that of empty(stage) when all
-// consumer warps have processed the scores. The phases of left_full(stage) and left_empty(stage)
-// are those of L.
+// consumer warps have processed the scores. The phase of left_full(stage) ends when L is there, that
+// of left_empty(stage) when all consumer warps have finished the work item.
 #pragma once
 
 #include "ptx/registers.cuh"
@@ -143,18 +143,18 @@ struct ScorePipeline {
     }
   }
 
-  // Calls process(scores, tile, numbers) for each of the tiles [first, last) of R of each head, and
-  // skips the other tiles of the work item. Called by a consumer warpgroup, of index `consumer`.
+  // Calls process(scores, tile, numbers) for each of the tiles [first_tile, last_tile) of R of each
+  // head, and skips the other tiles of the work item. Called by a consumer warpgroup, of index
+  // `consumer`.
   template <class Process>
-  __device__ void multiply(const ScoreWork& work, int consumer, int first, int last,
+  __device__ void multiply(const ScoreWork& work, int consumer, int first_tile, int last_tile,
                            Process process) {
     ptx::mbarrier_wait(left_full(left_ring.index), left_ring.phase);
-    const unsigned left =
-        left_address(left_ring.index) + 64 * consumer * Left::box_row_bytes;
+    const unsigned left = left_address(left_ring.index) + 64 * consumer * Left::box_row_bytes;
     Scores scores;
     for (ScoreTile tile = ScoreTile::first(work); !tile.is_end(work); tile.advance(work)) {
       ptx::mbarrier_wait(full(ring.index), ring.phase);
-      if (tile.tile >= first && tile.tile < last) {
+      if (tile.tile >= first_tile && tile.tile < last_tile) {
         compute_scores(left, scores);
         process(scores, tile, numbers(ring.index));
       }

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.calls.lse_calls import LseCall
-from support.calls.received_calls import KINDS, random_received_call
+from support.calls.modified_calls import ModifiedCall
+from support.calls.received_calls import KINDS, ReceivedCall, random_received_call
 from support.gpu import cupy
 from support.gpu.gpu_support import DTYPES
 
@@ -40,6 +41,20 @@ def test_sums_are_those_of_the_weights(
     except UnsupportedError:
         pytest.skip(f"{family} does not serve this call")
     call.check(cupy.asnumpy(found))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_thread_blocks_take_several_work_items(
+    causal: bool, head_dim: int, grouped: bool, rng: Any
+) -> None:
+    q = rng.standard_normal((2, 140, 160, head_dim)).astype(np.float16)
+    k = rng.standard_normal((2, 270, 80, head_dim)).astype(np.float16)
+    forward = ModifiedCall("dense", "float16", {"q": q, "k": k, "v": k}, {"causal": causal})
+    call = ReceivedCall(forward, slice(20, None), grouped)
+    arguments, options, mods = call.prepared(cupy, cupy.asarray(call.lse), "hopper")
+    call.check(cupy.asnumpy(dispatch_received.on_gpu(arguments, options, mods)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -130,10 +145,14 @@ def test_offsets_of_any_contents_are_safe(rng: Any) -> None:
         assert (found >= 0).all()
 
 
+# With 80 KV heads, thread blocks of the persistent grid take several work items.
+@pytest.mark.parametrize("heads_kv", [80, None])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("number", range(40))
-def test_log_sum_exp_without_output(dtype: str, number: int, rng: Any) -> None:
-    call = LseCall.random(rng)
+@pytest.mark.parametrize("number", range(20))
+def test_log_sum_exp_without_output(
+    dtype: str, number: int, heads_kv: int | None, rng: Any
+) -> None:
+    call = LseCall.random(rng, heads_kv)
     q, k = (cupy.asarray(x, dtype) for x in (call.q, call.k))
     options = Options(**call.options, return_lse=True, discards_out=True, family="hopper_lse")
     cupy.full(q[..., 0].size, np.nan, np.float32)

@@ -19,15 +19,16 @@ class LseCall:
     options: dict[str, Any]
 
     @classmethod
-    def random(cls, rng: np.random.Generator) -> LseCall:
-        """Draw a call.
+    def random(cls, rng: np.random.Generator, heads_kv: int | None = None) -> LseCall:
+        """Draw a call, with a given number of KV heads or few.
 
         In some calls the scores of later keys exceed the first by more than a float32 sum covers
         without another base. In some, a query is NaN.
         """
-        batch, heads_kv, group = (int(rng.integers(1, 3)) for _ in range(3))
+        batch, group = (int(rng.integers(1, 3)) for _ in range(2))
+        heads_kv = heads_kv or int(rng.integers(1, 3))
         seqlen_q, seqlen_k = (int(rng.integers(1, 400)) for _ in range(2))
-        head_dim = int(rng.choice((8, 40, 64, 128)))
+        head_dim = int(rng.choice((8, 40, 64, 128, 192, 256)))
         growth = np.linspace(1, float(rng.choice((1, 30))), seqlen_k)[:, None, None]
         q = rng.standard_normal((batch, seqlen_q, heads_kv * group, head_dim))
         k = rng.standard_normal((batch, seqlen_k, heads_kv, head_dim)) * growth

@@ -56,6 +56,7 @@ def check_weights(
     bound = error_bound(
         exact.astype(weights.dtype), exact, weights.dtype, lse=exponents_of_rows(call)
     )
+    bound += _relative_error(call, weights.dtype) * float(exact.max(initial=0))
     if keys is not None:
         assert (np.diff(np.sort(keys, axis=-1)) > 0).all(), f"equal keys: {call}"
         assert (np.diff(weights) <= 0).all(), f"weights that are not in descending order: {call}"
@@ -78,12 +79,19 @@ def check_received(call: ModifiedCall, queries: slice, grouped: bool, received: 
         shape = (len(exact), heads, exact.shape[1] // heads, exact.shape[2])
         exact, naive = (x.reshape(shape).sum(axis=2) for x in (exact, naive))
     bound = error_bound(naive, exact, compute, lse=exponents_of_rows(call))
-    # A score has an error of a few ulps of its products, and that of the tanh of a softcap. Both
-    # the score and the log-sum-exp change the weight.
-    products = largest_product([q, k], options)
-    off = 4 * products * float(np.finfo(compute).eps) + 2 * cap_error(call)
-    bound += off * float(exact.max(initial=0))
+    bound += _relative_error(call, compute) * float(exact.max(initial=0))
     _require("sums", max_error(received, exact), bound, call)
+
+
+def _relative_error(call: ModifiedCall, compute: np.dtype[Any]) -> float:
+    """Return the relative error of a weight that the errors of scores cause.
+
+    A score has an error of a few ulps of its products, and that of the tanh of a softcap. Both the
+    score and the log-sum-exp change the weight.
+    """
+    (q, k, _), options = call.given(np)
+    products = largest_product([q, k], options)
+    return 4 * products * float(np.finfo(compute).eps) + 2 * cap_error(call)
 
 
 def _require(what: str, error: float, bound: float, call: ModifiedCall) -> None:

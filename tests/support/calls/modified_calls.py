@@ -291,7 +291,7 @@ def _add_modifications(
     if "window" in chosen:
         sides = [int(sizes.choice([0, 1, 15, 16, 17, 63, 64, 65, 500])) for _ in range(2)]
         window = tuple(None if rng.integers(4) == 0 else s for s in sides)
-        if window == (None, None) and (needs_window or chosen == {"window"}):
+        if window == (None, None) and (needs_window or chosen <= {"window", "offsets"}):
             # A q_offset is refused unless a mask depends on positions.
             window = (sides[0], None)
         options["window_size"] = window

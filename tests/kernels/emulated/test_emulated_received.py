@@ -73,7 +73,7 @@ def sums_on_host(
         *itertools.product(("hopper",), ("dense", "padded")),
     ],
 )
-@pytest.mark.parametrize("number", few_then_slow(range(12), 1))
+@pytest.mark.parametrize("number", few_then_slow(range(6), 1))
 def test_sums_are_those_of_the_weights(
     family: str, kind: str, number: int, folder: Path, rng: Any
 ) -> None:
@@ -161,7 +161,7 @@ def in_pages(cache: np.ndarray, page_size: int) -> np.ndarray:
     return cache.reshape(-1, page_size, *cache.shape[2:])
 
 
-@pytest.mark.parametrize("number", few_then_slow(range(16), 2))
+@pytest.mark.parametrize("number", few_then_slow(range(8), 2))
 def test_log_sum_exp_without_output(number: int, folder: Path, rng: Any) -> None:
     call = LseCall.random(rng)
     q, k = call.q, call.k

@@ -84,7 +84,7 @@ def tangents_on_host(
     ("family", "kind"),
     [*itertools.product(PACKED_FAMILIES, ("dense", "padded")), ("hopper", "dense")],
 )
-@pytest.mark.parametrize("number", few_then_slow(range(12), 1))
+@pytest.mark.parametrize("number", few_then_slow(range(6), 1))
 def test_tangents_obey_the_error_rule(
     family: str, kind: str, number: int, folder: Path, rng: Any
 ) -> None:

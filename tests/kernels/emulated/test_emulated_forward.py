@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("family", ["mma", "simt"])
-@pytest.mark.parametrize("number", few_then_slow(range(6), 1))
+@pytest.mark.parametrize("number", few_then_slow(range(3), 1))
 def test_results_are_those_of_the_reference(
     family: str, number: int, folder: Path, rng: Any
 ) -> None:

@@ -16,6 +16,9 @@ from cupy_flash.problem.tile import Tile
 # Number of threads of a warpgroup, and number of rows of its products (wgmma).
 WARPGROUP = 128
 WARPGROUP_ROWS = 64
+# Registers per producer thread and per consumer thread of kernels whose producer needs few, by the
+# number of consumer warpgroups.
+REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160), 4: (56, 104)}
 BARRIER_BYTES = 8
 
 # Largest number of head_dim columns of a thread block; a cluster of two processes wider heads.

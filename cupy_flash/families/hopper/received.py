@@ -27,6 +27,7 @@ from cupy_flash.families.contract import (
 )
 from cupy_flash.families.hopper.block import (
     BARRIER_BYTES,
+    REGISTERS,
     WARPGROUP,
     WARPGROUP_ROWS,
     most_stages,
@@ -50,8 +51,6 @@ from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
 
-# Registers per producer thread and per consumer thread, by the number of consumer warpgroups.
-_REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160), 4: (56, 104)}
 # Number of registers of a consumer thread for addresses, sums, masks and exponentials.
 _STATE_REGISTERS = 40
 # Time of a work item of 256 and of 128 rows, relative to the former. 128 rows keep both the tensor
@@ -164,7 +163,7 @@ class _HopperScoreFamily(Family[HopperScoreTile]):
         if reason := why_not_shared_memory(device, self.shared_memory(problem, tile)):
             return reason
         need = right // 2 + _STATE_REGISTERS
-        _, most = _REGISTERS[left // WARPGROUP_ROWS]
+        _, most = REGISTERS[left // WARPGROUP_ROWS]
         if need > most:
             return f"needs about {need} registers per thread; {most} are available"
         if (items := self._items(problem, tile)) > MAX_GRID:
@@ -233,7 +232,7 @@ class _HopperScoreFamily(Family[HopperScoreTile]):
     def config(
         self, problem: Problem, tile: HopperScoreTile, split: Split
     ) -> dict[str, int | bool]:
-        producer, consumer = _REGISTERS[self._rows(tile)[0] // WARPGROUP_ROWS]
+        producer, consumer = REGISTERS[self._rows(tile)[0] // WARPGROUP_ROWS]
         return {
             **tile_members(tile, "Br Bc stages left_stages"),
             "producer_registers": producer,

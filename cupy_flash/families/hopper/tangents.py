@@ -18,6 +18,7 @@ from cupy_flash.families.contract import (
 )
 from cupy_flash.families.hopper.block import (
     BARRIER_BYTES,
+    REGISTERS,
     WARPGROUP,
     WARPGROUP_ROWS,
     most_stages,
@@ -35,8 +36,6 @@ from cupy_flash.problem.gradient import ROWS, tangent_of
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
 
-# Registers per producer thread and per consumer thread, by the number of consumer warpgroups.
-_REGISTERS = {1: (40, 240), 2: (40, 232)}
 # Number of registers of a consumer thread for addresses, sums of rows and the softmax. With fewer,
 # the compiler serializes the products.
 _STATE_REGISTERS = 64
@@ -121,7 +120,7 @@ class HopperTangentFamily(Family[HopperTangentTile]):
             return f"stages is {tile.stages}; expected at least 2"
         if reason := why_not_shared_memory(device, self.shared_memory(problem, tile)):
             return reason
-        need, (_, most) = self._registers(problem, tile), _REGISTERS[tile.Br // WARPGROUP_ROWS]
+        need, (_, most) = self._registers(problem, tile), REGISTERS[tile.Br // WARPGROUP_ROWS]
         if need > most:
             return f"needs about {need} registers per thread; {most} are available"
         return tangent_common.why_not_grid(problem, tile.Br)
@@ -154,7 +153,7 @@ class HopperTangentFamily(Family[HopperTangentTile]):
     def config(
         self, problem: Problem, tile: HopperTangentTile, split: Split
     ) -> dict[str, int | bool]:
-        producer, consumer = _REGISTERS[tile.Br // WARPGROUP_ROWS]
+        producer, consumer = REGISTERS[tile.Br // WARPGROUP_ROWS]
         return {
             **tile_members(tile, "Br Bc stages q_steps"),
             "producer_registers": producer,

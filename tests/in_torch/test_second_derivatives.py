@@ -222,7 +222,7 @@ WAYS: dict[str, Callable[..., Any]] = {
     "dual tensors": by_dual_tensors,
     "hessian": lambda f, x, t: hessian(f, each(x))(*x),
     "reverse over reverse": lambda f, x, t: jacrev(jacrev(f, each(x)), each(x))(*x),
-    "reverse over forward": lambda f, x, t: jacrev(jacfwd(f, each(x)), each(x))(*x),
+    "reverse over forward": lambda f, x, t: jacrev(jacfwd(f, 2), 0)(*x),
     "tangents of gradients": lambda f, x, t: jvp(grad(f, each(x)), x, t)[1],
     "gradients of tangents": lambda f, x, t: grad(along(f, t), each(x))(*x),
     "products with gradients": lambda f, x, t: vjp(grad(f, each(x)), *x)[1](t),

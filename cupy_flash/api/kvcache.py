@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cupy_flash.calls import dispatch
+from cupy_flash.calls import dispatch, shared_prefix
 from cupy_flash.calls.arguments import Arguments, given_lengths
 from cupy_flash.calls.options import Options, with_statistics
 from cupy_flash.opaque import marked
@@ -28,6 +28,7 @@ def flash_attention_with_kvcache(
     cu_seqlens_k_new: Any | None = None,
     cache_batch_idx: Any | None = None,
     block_table: Any | None = None,
+    shared_prefix_len: int = 0,
     rotary_cos: Any | None = None,
     rotary_sin: Any | None = None,
     rotary_interleaved: bool = True,
@@ -90,6 +91,12 @@ def flash_attention_with_kvcache(
     block_table : array of integers, shape (batch, max_pages), optional
         Row j of sequence b's cache is row j % page_size of page block_table[b, j // page_size]. Its
         capacity is max_pages * page_size. Entries past the pages in use are not read.
+    shared_prefix_len : int
+        Number of keys with which all sequences begin, in the same pages: the first entries of all
+        rows of block_table are equal. These keys are then read once for all sequences, see
+        docs/guide/inference.md. Each sequence has at least shared_prefix_len keys and, in a causal
+        call, seqlen_q others; on a GPU, results of a sequence without them are undefined. 0 shares
+        nothing.
     rotary_cos, rotary_sin : arrays, shape (seqlen_ro, rotary_dim / 2), optional
         Cosine and sine of the angles of a rotary embedding at each position (Su et al., 2021), of
         q's dtype or float32, for float64 inputs float64. The first rotary_dim columns are rotated.
@@ -260,4 +267,8 @@ def flash_attention_with_kvcache(
     )
     if return_max_logits is not False or return_entropy is not False:
         options = with_statistics(options, return_max_logits, return_entropy)
-    return dispatch.attention(arguments, options, backend, keys, modifications, stream)
+    call = (arguments, options, backend, keys, modifications, stream)
+    # Most calls pass the integer 0; any other value is checked.
+    if shared_prefix_len.__class__ is int and shared_prefix_len == 0:
+        return dispatch.attention(*call)
+    return shared_prefix.attention(*call, shared_prefix_len)

@@ -222,6 +222,11 @@ def combine(partials: Partials, stream: Any | None = None) -> tuple[Any, ...]:
         results: tuple[Any, ...] | None = prepared_calls.run(COMBINE, partials, None, 0, True)
         if results is not None:
             return results
+    elif is_torch_on_gpu(*partials):
+        with kinds.on_torch_stream("out_partial", partials.out_partial):
+            results = prepared_calls.run(COMBINE, partials, None)
+            count_writes(partials.out)
+            return tuple(map(as_tensor, results))
     convert = None
     if isinstance(partials.out_partial, (list, tuple)):
         partials, convert = stacked(partials)

@@ -28,6 +28,7 @@ OPTIONS = {
     "causal": "bool",
     "softmax_scale": "float?",
     "num_splits": "SymInt",
+    "shared_prefix_len": "SymInt",
     "batch_invariant": "bool",
     "family": "str?",
 }

@@ -34,6 +34,7 @@ class CacheOptions(CacheModifications, total=False):
     cu_seqlens_k_new: Tensor | None
     cache_batch_idx: Tensor | None
     block_table: Tensor | None
+    shared_prefix_len: int
     rotary_cos: Tensor | None
     rotary_sin: Tensor | None
     rotary_interleaved: bool
@@ -195,6 +196,7 @@ def _fits_operator(arrays: tuple[Any, ...], cache_seqlens: Any, options: Mapping
         and (others[0] is not None or head_dim_v is not None)
         and (out is None or _holds_result(out, q, head_dim_v, others[0]))
         and is_integer(given["num_splits"])
+        and is_integer(given["shared_prefix_len"])
         and all(
             isinstance(given[name], bool)
             for name in ("rotary_interleaved", "compute_scales", "batch_invariant", "return_lse")

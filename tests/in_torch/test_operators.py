@@ -91,7 +91,9 @@ def test_the_operator_of_packed_sequences(name: str, rng: np.random.Generator) -
     ends = torch.tensor([0, 4, 9], dtype=torch.int32)
     q, k, v = rows(rng, 9, keys=9)
     used = torch.tensor([3, 5], dtype=torch.int32)
-    given = packed(modifications(rng, name, 2, 5), q, HEADS)
+    # Operators find functions that exist.
+    mods = modifications(rng, name, 2, 5)
+    given = packed(mods, q, HEADS)
     arguments = (q, k, v, *given, ends, ends, 5, 5, used, True, 0.3)
     library.opcheck(operators.ATTENTION_VARLEN, arguments)
     out, lse = (x.detach() for x in operators.ATTENTION_VARLEN(*arguments))
@@ -125,12 +127,13 @@ def test_the_operators_of_caches(name: str, functions: bool, rng: np.random.Gene
         given = {}
     scales = [torch.ones(3, capacity, HEADS_KV) if dtype == torch.int8 else None for _ in range(2)]
     options: dict[str, Any] = {"rotary_interleaved": True, "compute_scales": dtype == torch.int8}
-    options |= {"causal": True, "num_splits": 0, "batch_invariant": False}
-    kind = "functions" if functions else "none"
+    options |= {"causal": True, "num_splits": 0, "shared_prefix_len": 0, "batch_invariant": False}
+    # Operators find functions that exist.
+    mods = modifications(rng, "functions" if functions else "none", batch, capacity)
     arguments = (
         *(q, *caches, k, v, 0, torch.tensor([3, 5], dtype=torch.int32), *scales),
         *(given.get(x) for x in cache_operators.TENSORS),
-        *packed(modifications(rng, kind, batch, capacity), q, HEADS),
+        *packed(mods, q, HEADS),
         *(options.get(x) for x in cache_operators.OPTIONS),
     )
     library.opcheck(CACHED[name], arguments)
@@ -228,7 +231,7 @@ def test_operations_of_cached_calls_are_counted(rng: np.random.Generator) -> Non
     q, k, v = (normal(rng, 2, 3, heads, 5) for heads in (HEADS, HEADS_KV, HEADS_KV))
     caches = [torch.zeros(2, 9, HEADS_KV, 5, dtype=torch.float64) for _ in range(2)]
     options = [None] * len(cache_operators.TENSORS)
-    others = (True, False, None, True, None, 0, False, None)
+    others = (True, False, None, True, None, 0, 0, False, None)
     with FlopCounterMode(display=False) as counter:
         cache_operators.APPEND(
             *(q, *caches, k, v, 0, torch.tensor([2, 6]), None, None, *options),

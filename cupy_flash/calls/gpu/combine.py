@@ -50,7 +50,7 @@ def prepare(partials: Partials, _: None, context: Context) -> Call:
     out = None if partials.out is not None else (out_partial.shape[1:], out_partial.dtype)
     return Call(
         allocate_results=result_allocator(
-            (out, (lse_partial.shape[1:], lse_partial.dtype)), uses_torch=False
+            (out, (lse_partial.shape[1:], lse_partial.dtype)), uses_torch=context.uses_torch
         ),
         overlap_check=OverlapCheck(partials._fields, partials, ("out",)),
         kernel=combine.prepare(spec, context.device, _NAMES),

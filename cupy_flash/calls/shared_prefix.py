@@ -7,16 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.arrays.overlap import require_no_overlap
 from cupy_flash.arrays.streams import on_stream
 from cupy_flash.arrays.strided import array_module, as_int32, is_cupy
 from cupy_flash.arrays.torch_arrays import count_writes, is_torch_on_gpu
 from cupy_flash.calls import dispatch, rotary
-from cupy_flash.calls.arguments import Arguments, normalized, with_modifications, written_arrays
-from cupy_flash.calls.check.lengths import check_contents, length_limits, require_length
+from cupy_flash.calls.arguments import Arguments, normalized, with_modifications
 from cupy_flash.calls.check.partials import Partials
-from cupy_flash.calls.check.problems import check_call
-from cupy_flash.calls.conversions import converted
+from cupy_flash.calls.check.whole_call import check_whole
 from cupy_flash.calls.gpu.allocate import is_tensor, result_allocator
 from cupy_flash.calls.host.forward import runs_on_gpu
 from cupy_flash.calls.options import Options
@@ -87,37 +84,27 @@ def _checked(
     TypeError, ValueError
         See `flash_attention_with_kvcache`.
     """
-    arguments.require_given(options)
     if arguments.block_table is None:
         raise ValueError(
             "shared_prefix_len is given, but block_table is missing; pass the pages of each "
             "sequence, which begin with those of the prefix"
         )
-    arguments, options = dispatch.as_planned(arguments, options, modifications)
-    arguments = converted(arguments, options)
-    problem, _ = check_call(arguments, options)
-    names, arrays = arguments.key_names(options), arguments.key_arrays(options)
-    require_no_overlap(names, arrays, written_arrays(problem))
+    whole = check_whole(arguments, options, keys, modifications)
+    problem, lengths = whole.problem, whole.lengths
     if shared > problem.seqlen_k:
         raise ValueError(
             f"shared_prefix_len is {shared}; expected at most {problem.seqlen_k}, the rows of a "
             "cache"
         )
-    on_host = isinstance(arguments.q, np.ndarray)
-    lengths = arguments.cache_seqlens
-    if on_host:
-        lengths = check_contents(arguments, options, problem, keys)
-    elif lengths is None:
-        require_length("cache_seqlens", keys, length_limits(arguments, problem))
-    if lengths is None or on_host:
+    if whole.is_on_host or arguments.cache_seqlens is None:
         shortest = keys if lengths is None else int(lengths.min(initial=shared))
         if shortest < shared:
             raise ValueError(
                 f"shared_prefix_len is {shared}, but a cached sequence has {shortest} keys; "
                 "expected that all sequences begin with the prefix"
             )
-    if on_host:
-        _check_tables(arguments.block_table, shared, problem)
+    if whole.is_on_host:
+        _check_tables(whole.arguments.block_table, shared, problem)
     return problem
 
 

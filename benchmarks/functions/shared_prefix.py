@@ -5,8 +5,8 @@
 Each row is one step without an append, on random bfloat16 arrays in pages of 64 rows: each sequence
 has one query. `plain` reads the prefix for each sequence, and `shared` once. The results are
 compared with those of PyTorch over a contiguous copy of all keys. Graphs are replayed while the GPU
-is busy; they alternate, and the times are medians. `eager us` is the time of a call on the host. The
-script needs a GPU and PyTorch.
+is busy; they alternate, and the times are medians. `eager us` is the time that a call takes on the
+host. The script needs a GPU and PyTorch.
 """
 
 from __future__ import annotations

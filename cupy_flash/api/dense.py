@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cupy_flash.calls import dispatch
+from cupy_flash.calls import dispatch, key_lists
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.options import Options, with_statistics
 from cupy_flash.opaque import marked
@@ -35,6 +35,7 @@ def flash_attention(
     family: str | None = None,
     tile: TileRequest = None,
     stream: Any | None = None,
+    key_indices: Any | None = None,
     q_scale: Any | None = None,
     k_scale: Any | None = None,
     v_scale: Any | None = None,
@@ -89,6 +90,10 @@ def flash_attention(
         Tile to use instead of the tuned or default one.
     stream : stream, optional
         Stream of CuPy, PyTorch or Numba, or with ``__cuda_stream__``; by default the current one.
+    key_indices : array of integers, (batch, seqlen_q or 1, heads_kv or 1, n), optional
+        Lists of the keys that each query attends to: indices in its sequence, with -1 for entries
+        that count for nothing. A key that is listed twice counts twice. Masks by position, lengths
+        and arrays hide listed keys. See docs/guide/inference.md.
     q_scale, k_scale, v_scale : number or float32 array, optional
         Scales of float8 inputs: q, k and v are multiplied by them. They broadcast to (batch, 1,
         heads), whatever the layout: one for all, one per head, or one per head and sequence.
@@ -152,7 +157,10 @@ def flash_attention(
     if not is_plain or out_dtype is not None:
         options = options._replace(kind="scaled", out_dtype=named_dtype(out_dtype))
         arguments = arguments._replace(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-    return dispatch.attention(arguments, options, backend, 0, modifications, stream)
+    call = (arguments, options, backend, 0, modifications, stream)
+    if key_indices is not None:
+        return key_lists.attention(*call, key_indices)
+    return dispatch.attention(*call)
 
 
 @marked

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cupy_flash.calls import dispatch, shared_prefix
+from cupy_flash.calls import dispatch, key_lists, shared_prefix
 from cupy_flash.calls.arguments import Arguments, given_lengths
 from cupy_flash.calls.options import Options, with_statistics
 from cupy_flash.opaque import marked
@@ -29,6 +29,7 @@ def flash_attention_with_kvcache(
     cache_batch_idx: Any | None = None,
     block_table: Any | None = None,
     shared_prefix_len: int = 0,
+    key_indices: Any | None = None,
     rotary_cos: Any | None = None,
     rotary_sin: Any | None = None,
     rotary_interleaved: bool = True,
@@ -97,6 +98,10 @@ def flash_attention_with_kvcache(
         docs/guide/inference.md. Each sequence has at least shared_prefix_len keys and, in a causal
         call, seqlen_q others; on a GPU, results of a sequence without them are undefined. 0 shares
         nothing.
+    key_indices : array of integers, (batch, seqlen_q or 1, heads_kv or 1, n), optional
+        Lists of the keys that each query attends to: indices in its sequence, with -1 for entries
+        that count for nothing. A key that is listed twice counts twice. Masks by position, lengths
+        and arrays hide listed keys. See docs/guide/inference.md.
     rotary_cos, rotary_sin : arrays, shape (seqlen_ro, rotary_dim / 2), optional
         Cosine and sine of the angles of a rotary embedding at each position (Su et al., 2021), of
         q's dtype or float32, for float64 inputs float64. The first rotary_dim columns are rotated.
@@ -268,6 +273,8 @@ def flash_attention_with_kvcache(
     if return_max_logits is not False or return_entropy is not False:
         options = with_statistics(options, return_max_logits, return_entropy)
     call = (arguments, options, backend, keys, modifications, stream)
+    if key_indices is not None:
+        return key_lists.attention(*call, key_indices)
     # Most calls pass the integer 0; any other value is checked.
     if shared_prefix_len.__class__ is int and shared_prefix_len == 0:
         return dispatch.attention(*call)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cupy_flash.calls import dispatch
+from cupy_flash.calls import dispatch, key_lists
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.options import Options, with_statistics
 from cupy_flash.opaque import marked
@@ -42,6 +42,7 @@ def flash_attention_varlen(
     family: str | None = None,
     tile: TileRequest = None,
     stream: Any | None = None,
+    key_indices: Any | None = None,
     **modifications: Unpack[PackedModifications],
 ) -> Any:
     """Compute `flash_attention` for sequences of different lengths, packed without padding.
@@ -112,6 +113,10 @@ def flash_attention_varlen(
         Tile to use instead of the tuned or default one.
     stream : stream, optional
         Stream to run on instead of the current one, see `flash_attention`.
+    key_indices : array of integers, (total_q, heads_kv or 1, n), optional
+        Lists of the keys that each query attends to: indices in its sequence, with -1 for entries
+        that count for nothing. A key that is listed twice counts twice. Masks by position, lengths
+        and arrays hide listed keys. See docs/guide/inference.md.
     **modifications
         Masks and changes of scores, see `Modifications`.
 
@@ -185,7 +190,7 @@ def flash_attention_varlen(
         max_seqlen_q,
         max_seqlen_k,
     )
-    return dispatch.attention(
+    call = (
         Arguments(
             q,
             k,
@@ -205,6 +210,9 @@ def flash_attention_varlen(
         modifications,
         stream,
     )
+    if key_indices is not None:
+        return key_lists.attention(*call, key_indices)
+    return dispatch.attention(*call)
 
 
 def has_key_positions(

@@ -29,6 +29,7 @@ from cupy_flash.opaque import opaque
 from cupy_flash.problem.arrays import FLOAT8, FLOAT8_OUTPUTS
 from cupy_flash.reference.dropout import factors
 from cupy_flash.reference.eight_bits import rounded_to_float8
+from cupy_flash.reference.key_lists import dense_lists, listed
 from cupy_flash.reference.modifications import fitting_modifications, scaled
 from cupy_flash.reference.rows import (
     as_bhsd,
@@ -71,6 +72,7 @@ def attention_reference(
     k_scale: Any | None = None,
     v_scale: Any | None = None,
     stream: Any | None = None,
+    key_indices: Any | None = None,
     **modifications: Unpack[Modifications],
 ) -> Any:
     """Compute attention in float64 by the formula ``softmax(softmax_scale * q @ k.T) @ v``.
@@ -109,6 +111,8 @@ def attention_reference(
         Factors that q, k and v are multiplied by. They broadcast to (batch, 1, heads).
     stream : stream, optional
         Stream to run on instead of the current one, see `cupy_flash.flash_attention`.
+    key_indices : array of integers, optional
+        Lists of the keys that each query attends to, see `cupy_flash.flash_attention`.
     **modifications
         Masks and changes of scores, see `cupy_flash.Modifications`.
 
@@ -156,6 +160,7 @@ def attention_reference(
             q_offset=q_offset,
             bound_mods=fitting_modifications(others, q, sizes_of(q, k), causal=causal),
             with_entropy=return_entropy,
+            lists=dense_lists(array_module(q), key_indices, q.shape[2]),
         )
         out = convert(from_bhsd(result.out, layout, batch))
         rows = result.requested(return_lse, return_max_logits, return_entropy)
@@ -190,6 +195,7 @@ def formula(
     bound_mods: BoundModifications,
     sequence: Pairs = FIRST_PAIR,
     with_entropy: bool = False,
+    lists: Any | None = None,
 ) -> FormulaResult:
     """Compute `attention_reference` of (batch, heads, seqlen, dim) arrays, read and checked.
 
@@ -199,6 +205,8 @@ def formula(
         Index of the first sequence, and its first rows in packed arrays.
     with_entropy
         Whether to compute entropies, which takes time and memory.
+    lists
+        Keys that each query attends to, (batch, lists, seqlen_q, n), or None.
     """
     xp = array_module(q)
     batch, heads_q, seqlen_q, _ = q.shape
@@ -210,21 +218,31 @@ def formula(
     max_logits = xp.full_like(lse, -np.inf)
     entropy = xp.zeros_like(lse) if with_entropy else None
     for rows in chunks_of_rows(xp, q, k, visible, bound_mods, sequence):
-        if rows.end == 0:
+        if rows.end == 0 or (lists is not None and lists.shape[-1] == 0):
             continue
         with np.errstate(all="ignore"):
             scores = rows.softmax_scores(q, k, scale, bound_mods, xp)
+            values = rows.keys(v).astype(np.float64)
+            if lists is not None:
+                scores, values = listed(xp, scores, values, lists, rows)
             row_max = scores.max(axis=-1)
             row_lse, row_sum, empty = softmax_terms(xp, scores, sinks[rows.head])
             if entropy is not None:
                 rows.queries(entropy)[...] = entropy_of(xp, scores / row_sum)
             scores *= factors(bound_mods.dropout, rows.pairs, scores.dtype, xp)
-            result = xp.matmul(scores, rows.keys(v).astype(np.float64)) / row_sum
+            result = product(xp, scores, values) / row_sum
         result[empty] = 0
         rows.queries(out)[...] = result
         rows.queries(lse)[...] = row_lse
         rows.queries(max_logits)[...] = xp.where(xp.isnan(row_lse), np.nan, row_max)
     return FormulaResult(out, lse, max_logits, entropy)
+
+
+def product(xp: Any, weights: Any, values: Any) -> Any:
+    """Return weights (rows, n) times values (n, dim), or times those of each row (rows, n, dim)."""
+    if values.ndim == 2:
+        return xp.matmul(weights, values)
+    return xp.matmul(weights[:, None], values)[:, 0]
 
 
 def entropy_of(xp: Any, weights: Any) -> Any:

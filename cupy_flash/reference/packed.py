@@ -30,6 +30,7 @@ from cupy_flash.reference.eight_bits import (
     quantized,
     widened,
 )
+from cupy_flash.reference.key_lists import dense_lists, packed_lists
 from cupy_flash.reference.modifications import fitting_modifications, integers, read_scale
 from cupy_flash.reference.rotary import rotated
 from cupy_flash.reference.sequences import (
@@ -88,6 +89,7 @@ def attention_varlen_reference(
     return_max_logits: bool = False,
     return_entropy: bool = False,
     stream: Any | None = None,
+    key_indices: Any | None = None,
     **modifications: Unpack[PackedModifications],
 ) -> tuple[Any, ...]:
     """Compute attention on consecutively packed sequences, in float64 by the plain formula.
@@ -123,6 +125,8 @@ def attention_varlen_reference(
         Whether to return the largest score of each query row, and the entropy of its weights, too.
     stream : stream, optional
         Stream to run on instead of the current one, see `cupy_flash.flash_attention`.
+    key_indices : array of integers, optional
+        Lists of the keys that each query attends to, see the function of the same call.
     **modifications
         Masks and changes of scores, see `cupy_flash.Modifications`; without seqlens_k.
 
@@ -155,7 +159,7 @@ def attention_varlen_reference(
         bound_mods = packed_modifications(
             modifications, q, cu_seqlens_q, max_seqlen_q, max_seqlen_k, causal=causal
         )
-        table = integers(block_table)
+        table, lists = integers(block_table), packed_lists(xp, key_indices)
         stored = [
             (x[None] if table is None else x, scale) for x, scale in ((k, k_scale), (v, v_scale))
         ]
@@ -169,8 +173,9 @@ def attention_varlen_reference(
             )
             k_own, v_own = (standing_for(x, scale, places[keys]) for x, scale in stored)
             one = q[rows], k_own, v_own
+            own_lists = None if lists is None else lists[None, :, rows]
             one_result = _sequence_result(
-                *one, causal, softmax_scale, bound_mods, sequence, return_entropy
+                *one, causal, softmax_scale, bound_mods, sequence, return_entropy, own_lists
             )
             out[rows], lse[:, rows], max_logits[:, rows], of_entropy = one_result
             if entropy is not None:
@@ -260,6 +265,7 @@ def attention_with_kvcache_reference(
     return_max_logits: bool = False,
     return_entropy: bool = False,
     stream: Any | None = None,
+    key_indices: Any | None = None,
     **modifications: Unpack[CacheModifications],
 ) -> Any:
     """Compute attention to a KV cache after appending to it, in float64 by the plain formula.
@@ -306,6 +312,8 @@ def attention_with_kvcache_reference(
         Whether to return the largest score of each query row, and the entropy of its weights, too.
     stream : stream, optional
         Stream to run on instead of the current one, see `cupy_flash.flash_attention`.
+    key_indices : array of integers, optional
+        Lists of the keys that each query attends to, see the function of the same call.
     **modifications
         Masks and changes of scores, see `cupy_flash.Modifications`; without seqlens_k.
 
@@ -384,12 +392,14 @@ def attention_with_kvcache_reference(
         bound_mods = cache_modifications(
             modifications, q, capacity_of(k_cache, block_table), causal=causal
         )
+        lists = dense_lists(xp, key_indices, seqlen_q)
         for b in range(batch):
             own = places[b][: after[b]]
+            own_lists = None if lists is None else lists[b : b + 1]
             one = q[b], standing_for(k_cache, k_scale, own), standing_for(v_cache, v_scale, own)
             sequence = FIRST_PAIR._replace(b=b)
             out[b], lse[b], max_logits[b], of_entropy = _sequence_result(
-                *one, causal, softmax_scale, bound_mods, sequence, return_entropy
+                *one, causal, softmax_scale, bound_mods, sequence, return_entropy, own_lists
             )
             if entropy is not None:
                 entropy[b] = of_entropy
@@ -484,6 +494,7 @@ def _sequence_result(
     bound_mods: BoundModifications,
     sequence: Pairs,
     with_entropy: bool,
+    lists: Any | None,
 ) -> FormulaResult:
     """Return the results of one sequence, whose arrays are (seqlen, heads, dim)."""
     result = formula(
@@ -493,6 +504,7 @@ def _sequence_result(
         bound_mods=bound_mods,
         sequence=sequence,
         with_entropy=with_entropy,
+        lists=lists,
     )
     of_rows = (None if x is None else x[0] for x in result[1:])
     return FormulaResult(result.out[0].swapaxes(0, 1), *of_rows)

@@ -38,6 +38,7 @@ class WholeCall(NamedTuple):
 
     @property
     def is_on_host(self) -> bool:
+        """Whether the arrays are in host memory."""
         return isinstance(self.arguments.q, np.ndarray)
 
 

@@ -344,6 +344,9 @@ class _World:
             "seqused_k": lambda _: {name: np.array([2, 5], np.int32)},
             "block_table": self._pages,
             "cache_batch_idx": lambda _: {name: np.array([1, 0], np.int32)},
+            "key_indices": lambda v: {
+                name: self.rng.integers(-1, 4, (*v["q"].shape[:-2], 1, 5)).astype(np.int32)
+            },
             "k": self._new_rows,
             "v": self._new_rows,
             "cu_seqlens_k_new": lambda _: {

@@ -1,0 +1,52 @@
+"""Lists of keys in the float64 references: each query attends to the keys that its list names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cupy_flash.reference.modifications import integers
+from cupy_flash.reference.rows import Rows
+
+
+def dense_lists(xp: Any, key_indices: Any, seqlen_q: int) -> Any | None:
+    """Return the lists of a dense or cached call as (batch, lists, seqlen_q, n), or None."""
+    if key_indices is None:
+        return None
+    lists = xp.asarray(integers(key_indices))
+    if lists.ndim == 3:
+        lists = lists[:, None]
+    batch, _, *shape = lists.shape
+    return xp.broadcast_to(lists, (batch, seqlen_q, *shape)).swapaxes(1, 2)
+
+
+def packed_lists(xp: Any, key_indices: Any) -> Any | None:
+    """Return the lists of a packed call as (lists, total_q, n), or None."""
+    return None if key_indices is None else xp.asarray(integers(key_indices)).swapaxes(0, 1)
+
+
+def listed(xp: Any, scores: Any, values: Any, lists: Any, rows: Rows) -> tuple[Any, Any]:
+    """Return the scores and the values of the keys that the queries of a chunk list.
+
+    Parameters
+    ----------
+    scores : array, shape (rows, keys)
+        Scores of all keys before `rows.end`; -inf for masked pairs.
+    values : array, shape (keys, dim)
+        Values of these keys.
+    lists : array, shape (batch, lists, seqlen_q, n)
+        Lists of all queries.
+
+    Returns
+    -------
+    scores : array, shape (rows, n)
+        Scores of the listed keys; -inf for entries that are no key.
+    values : array, shape (rows, n, dim)
+        Their values; 0 where the score is -inf.
+    """
+    own = lists[rows.b, min(rows.kv_head, lists.shape[1] - 1), rows.span]
+    is_key = (own >= 0) & (own < scores.shape[1])
+    keys = xp.where(is_key, own, 0)
+    scores = xp.where(is_key, xp.take_along_axis(scores, keys, 1), -np.inf)
+    return scores, xp.where(scores[..., None] == -np.inf, 0, values[keys])

@@ -1,0 +1,205 @@
+"""Queries that attend to listed keys: `key_indices`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+import pytest
+from support.calls.key_list_calls import KINDS, random_call
+from support.comparisons import with_arrays
+
+import cupy_flash
+from cupy_flash import (
+    MaskMod,
+    ScoreMod,
+    UnsupportedError,
+    flash_attention,
+    flash_attention_varlen,
+    flash_attention_with_kvcache,
+)
+
+BATCH, ROWS, KEYS, HEADS, DIM = 2, 3, 20, 4, 8
+
+
+@pytest.fixture(params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
+def xp(request: pytest.FixtureRequest) -> Any:
+    """Module of an array library, NumPy or CuPy."""
+    return importlib.import_module(request.param)
+
+
+def on_host(array: Any) -> np.ndarray:
+    host: np.ndarray = array.get() if hasattr(array, "get") else array
+    return host
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("number", range(6))
+def test_random_calls_obey_the_error_rule(
+    number: int, kind: str, xp: Any, rng: np.random.Generator
+) -> None:
+    for _ in range(21 if xp is not np else 2):
+        call = random_call(rng, kind)
+        call.check(*call.run(xp))
+        call.check(*call.reference())
+
+
+def arrays(xp: Any = np, heads_kv: int = 2) -> tuple[Any, ...]:
+    """Return q, k, v and lists of all KV heads."""
+    rng = np.random.default_rng(5)
+    shapes = ((ROWS, HEADS), (KEYS, heads_kv), (KEYS, heads_kv))
+    q, k, v = (rng.standard_normal((BATCH, n, heads, DIM)) for n, heads in shapes)
+    lists = rng.integers(0, KEYS, (BATCH, ROWS, 1, 7)).astype(np.int32)
+    return tuple(map(xp.asarray, (q, k, v, lists)))
+
+
+def test_every_key_listed_once_is_the_plain_call(xp: Any) -> None:
+    q, k, v, _ = arrays(xp)
+    lists = xp.asarray(np.random.default_rng(0).permutation(KEYS).astype(np.int32))
+    lists = xp.ascontiguousarray(xp.broadcast_to(lists, (BATCH, ROWS, 1, KEYS)))
+    for options in ({}, {"causal": True, "window_size": (9, None)}):
+        found = flash_attention(q, k, v, key_indices=lists, **options)
+        plain = flash_attention(q, k, v, **options)
+        np.testing.assert_allclose(on_host(found), on_host(plain), rtol=0, atol=1e-14)
+
+
+def test_a_key_listed_twice_counts_twice(xp: Any) -> None:
+    q, k, v, _ = arrays(xp)
+    lists = xp.full((BATCH, ROWS, 1, 3), 4, np.int32)
+    lists[..., 2] = 9
+    found = flash_attention(q, k, v, key_indices=lists)
+    keys, values = (x[:, [4, 4, 9]] for x in (k, v))
+    plain = flash_attention(q, keys, values)
+    np.testing.assert_allclose(on_host(found), on_host(plain), rtol=0, atol=1e-14)
+
+
+def test_a_list_may_be_that_of_all_queries_of_a_sequence(xp: Any) -> None:
+    q, k, v, lists = arrays(xp)
+    of_all = lists[:, :1]
+    every = xp.ascontiguousarray(xp.broadcast_to(of_all, lists.shape))
+    expected = on_host(flash_attention(q, k, v, key_indices=every))
+    for given in (of_all, of_all[:, 0], on_host(of_all).tolist(), of_all.astype(np.int64)):
+        found = flash_attention(q, k, v, key_indices=given)
+        np.testing.assert_array_equal(on_host(found), expected)
+
+
+def test_new_rows_are_appended_before_they_are_attended_to(xp: Any) -> None:
+    q, k_new, v_new, _ = arrays(xp)
+    lengths = xp.asarray([3, 0], dtype=np.int32)
+    lists = xp.broadcast_to(xp.arange(25, dtype=np.int32), (BATCH, 1, 25))
+    angles = np.random.default_rng(1).uniform(0, 6, (40, 2))
+    tables = {"rotary_cos": xp.asarray(np.cos(angles)), "rotary_sin": xp.asarray(np.sin(angles))}
+    for options in ({}, {"causal": True}, {"causal": True, **tables}, tables):
+        caches = [[xp.zeros((BATCH, 30, 2, DIM)) for _ in range(2)] for _ in range(2)]
+        found, plain = (
+            flash_attention_with_kvcache(
+                *(q, *own, k_new, v_new), cache_seqlens=lengths, key_indices=listed, **options
+            )
+            for own, listed in zip(caches, (lists, None), strict=True)
+        )
+        np.testing.assert_allclose(on_host(found), on_host(plain), rtol=0, atol=1e-14)
+        for one, other in zip(*caches, strict=True):
+            np.testing.assert_array_equal(on_host(one), on_host(other))
+    caches = [xp.zeros((BATCH, 30, 2, DIM)) for _ in range(2)]
+    found = flash_attention_with_kvcache(
+        *(q, *caches, k_new, v_new), cache_seqlens=3, key_indices=lists, **tables
+    )
+    assert np.isfinite(on_host(found)).all()
+
+
+def test_out_is_written_and_returned(xp: Any) -> None:
+    q, k, v, lists = arrays(xp)
+    expected, lse = flash_attention(q, k, v, key_indices=lists, return_lse=True)
+    out = xp.full((BATCH, ROWS, 2 * HEADS, DIM), np.nan)[:, :, ::2]
+    found, again = flash_attention(q, k, v, key_indices=lists, return_lse=True, out=out)
+    assert found is out
+    np.testing.assert_array_equal(on_host(out), on_host(expected))
+    np.testing.assert_array_equal(on_host(again), on_host(lse))
+
+
+def test_row_statistics_are_those_of_the_listed_keys(xp: Any) -> None:
+    q, k, v, lists = arrays(xp, heads_kv=1)
+    options = {"return_max_logits": True, "return_entropy": True, "causal": True}
+    _, logits, entropy = flash_attention(q, k, v, key_indices=lists, **options)
+    q, k, lists = map(on_host, (q, k, lists))
+    for b, i, h in np.ndindex(BATCH, ROWS, HEADS):
+        keys = [j for j in lists[b, i, 0] if j <= i + KEYS - ROWS]
+        scores = k[b, keys, 0] @ q[b, i, h] * DIM**-0.5
+        weights = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
+        assert abs(on_host(logits)[b, h, i] - scores.max()) < 1e-12
+        assert abs(on_host(entropy)[b, h, i] + weights @ np.log(weights)) < 1e-12
+
+
+def test_8_bit_caches_with_any_scales(xp: Any, rng: np.random.Generator) -> None:
+    q, _, _, lists = arrays(heads_kv=2)
+    q = q.astype(np.float16)
+    k_cache, v_cache = rng.integers(-127, 128, (2, 6, 4, 2, DIM)).astype(np.int8)
+    table = rng.permutation(6)[:6].reshape(2, 3).astype(np.int32)
+    lists = lists % 12
+    for shape in ((), (2,), (6, 1, 2), (6, 4, 2)):
+        k_scale, v_scale = rng.uniform(0.001, 0.02, (2, *shape)).astype(np.float32)
+        given = {"k_scale": k_scale, "v_scale": v_scale, "cache_seqlens": 12}
+        given |= {"block_table": table, "key_indices": lists}
+        given = with_arrays(xp.asarray, given)
+        caches = [xp.asarray(x) for x in (q, k_cache, v_cache)]
+        found = on_host(flash_attention_with_kvcache(*caches, **given))
+        scales = (np.broadcast_to(x, (6, 4, 2))[..., None] for x in (k_scale, v_scale))
+        whole = [
+            (x * scale)[table].reshape(2, 12, 2, DIM)
+            for x, scale in zip((k_cache, v_cache), scales, strict=True)
+        ]
+        for b, i in np.ndindex(BATCH, ROWS):
+            keys = lists[b, i, 0]
+            one = (q[b : b + 1, i : i + 1], *(x[b : b + 1, keys] for x in whole))
+            exact = cupy_flash.attention_reference(*one)
+            assert abs(found[b, i] - exact[0, 0]).max() < 4e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"mask_mod": MaskMod(lambda i, j: i != j)}, "mask_mod"),
+        ({"score_mod": ScoreMod(lambda score: score * 2)}, "score_mod"),
+        ({"dropout_p": 0.5, "dropout_seed": 1}, "dropout_seed"),
+        ({"tree_mask": np.ones((BATCH, ROWS), np.uint64)}, "tree_mask"),
+    ],
+)
+def test_other_modifications_are_not_supported(options: dict[str, Any], name: str) -> None:
+    q, k, v, lists = arrays()
+    with pytest.raises(UnsupportedError, match=f"{name} is not supported together with key_ind"):
+        flash_attention(q, k, v, key_indices=lists, **options)
+
+
+@pytest.mark.parametrize(
+    ("lists", "error", "message"),
+    [
+        (np.zeros((BATCH, ROWS, 3, 7), int), ValueError, r"\(2, 3, 3, 7\); expected \(batch, seq"),
+        (np.zeros((BATCH, 2, 1, 7), int), ValueError, r"= \(2, 3 or 1, 2 or 1, n\)"),
+        (np.zeros((1, ROWS, 1, 7), int), ValueError, "key_indices has shape"),
+        (np.zeros((BATCH, 7), int), ValueError, "key_indices has shape"),
+        (np.zeros((BATCH, ROWS, 1, 7)), TypeError, "key_indices has dtype float64; expected int"),
+        ("lists", TypeError, "key_indices is"),
+    ],
+)
+def test_wrong_lists_are_errors(lists: Any, error: type[Exception], message: str) -> None:
+    q, k, v, _ = arrays()
+    with pytest.raises(error, match=message):
+        flash_attention(q, k, v, key_indices=lists)
+
+
+def test_wrong_lists_of_packed_queries_are_errors() -> None:
+    q, k, v, lists = arrays()
+    packed = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+    ends = [0, ROWS, 2 * ROWS], [0, KEYS, 2 * KEYS], ROWS, KEYS
+    with pytest.raises(ValueError, match=r"\(total_q, heads, top_k\) = \(6, 2 or 1, n\)"):
+        flash_attention_varlen(*packed, *ends, key_indices=lists)
+
+
+def test_arrays_of_other_libraries_are_answered_in_kind() -> None:
+    torch = pytest.importorskip("torch")
+    expected = flash_attention(*arrays()[:3], key_indices=arrays()[3])
+    q, k, v, lists = map(torch.from_numpy, arrays())
+    found = flash_attention(q, k, v, key_indices=lists)
+    assert isinstance(found, torch.Tensor)
+    np.testing.assert_array_equal(found, expected)

@@ -9,7 +9,6 @@ own, and its list, without the keys that masks hide, is the row of the block tab
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.check.whole_call import WholeCall, check_whole
 from cupy_flash.calls.options import Options
 from cupy_flash.errors import UnsupportedError
+from cupy_flash.gpu import key_lists
 from cupy_flash.opaque import is_dynamo_tracing, outside
 
 # Arrays of modifications that calls with lists support, and those that have an element per pair.
@@ -31,27 +31,48 @@ _SUPPORTED = {"alibi_slopes", "sinks", "bias", "mask", "prefix_lens", "seqlens_k
 _OF_PAIRS = ("bias", "mask")
 
 
-class Lists(NamedTuple):
-    """Lists of keys, as module `xp` holds them. R rows of queries have G lists of K keys each.
+class Queries(NamedTuple):
+    """Queries of a call in one row each, and the keys that they may attend to; all (R,) or None.
 
     Attributes
     ----------
     sequence, query, position
-        Sequence of each row, index of the query in it, and its position among the keys, (R,).
-    keys
-        Index of each key in its sequence, (R, G, K); 0 for an entry that counts for nothing.
-    is_visible
-        Whether the query attends to the key, (R, G, K).
-    rows
-        Row of each key in the arrays of keys and values, without their batch axes, (R, G, K).
+        Sequence of each query, its index there, and its position among the keys.
+    begins, ends, prefixes
+        A query may attend to the keys from `begins` to `ends`, and to those before `prefixes`.
+    first_rows
+        Row of the sequence's first key in the arrays without their batch axes; None with pages.
+    is_owned
+        Whether the query belongs to a sequence.
     """
 
     sequence: Any
     query: Any
     position: Any
-    keys: Any
-    is_visible: Any
+    begins: Any
+    ends: Any
+    prefixes: Any | None
+    first_rows: Any | None
+    is_owned: Any
+
+
+class Tables(NamedTuple):
+    """Block tables of a cache with pages of one row: one table for each of G queries.
+
+    Attributes
+    ----------
+    rows
+        Rows of the visible keys of each query, in the order of its list, (G, R, K). Entries after
+        the last visible key are no rows.
+    keys
+        Indices of the same keys in their sequences, (G, R, K).
+    counts
+        Number of visible keys of each query, (G, R).
+    """
+
     rows: Any
+    keys: Any
+    counts: Any
 
 
 def attention(
@@ -77,8 +98,10 @@ def attention(
         indices = _read_indices(key_indices, whole)
         if whole.problem.layout.appends:
             _append(whole, backend, keys)
-        lists = _lists(whole, keys, indices)
-        results = _attend(whole, backend, keys, lists, modifications or {})
+        queries = _queries(whole, keys)
+        make = _tables_on_host if whole.is_on_host else _tables_on_gpu
+        tables = make(whole, queries, indices)
+        results = _attend(whole, backend, keys, queries, tables, modifications or {})
         count_writes(*arguments.written(options).values())
         out = results[0]
         if arguments.out is not None:
@@ -113,7 +136,7 @@ def _require_supported(whole: WholeCall) -> None:
 
 
 def _read_indices(key_indices: Any, whole: WholeCall) -> Any:
-    """Return the lists as integers (R, G, K), one row for each query."""
+    """Return the lists as integers (batch, queries of a sequence, G, K)."""
     q, problem = whole.arguments.q, whole.problem
     if isinstance(key_indices, (list, tuple)):
         key_indices = np.asarray(key_indices)
@@ -132,8 +155,9 @@ def _read_indices(key_indices: Any, whole: WholeCall) -> Any:
     fits = len(shape) == len(rows) + 2 and shape[0] == rows[0]
     if not fits or shape[1:-2] not in ((1,), rows[1:]) or shape[-2] not in (1, problem.heads_kv):
         raise ValueError(f"key_indices has shape {shape}; expected {axes}")
-    every = array_module(q).broadcast_to(indices, (*rows, *shape[-2:]))
-    return every.reshape(math.prod(rows), *shape[-2:])
+    if problem.layout.packed_q:
+        return indices[:, None]
+    return array_module(q).broadcast_to(indices, (*rows, *shape[-2:]))
 
 
 def _append(whole: WholeCall, backend: str, keys: int) -> None:
@@ -172,83 +196,117 @@ def _lengths(whole: WholeCall, keys: int) -> Any:
     return lengths.clip(0, problem.seqlen_k).astype(np.int64)
 
 
-def _queries(whole: WholeCall, lengths: Any) -> tuple[Any, Any, Any, Any]:
-    """Return sequence, index in it, position, and whether it counts, of each row, all (R,)."""
-    arguments, problem = whole.arguments, whole.problem
-    xp, offsets = array_module(arguments.q), getattr(arguments, "q_offset", None)
-    if problem.layout.packed_q:
-        starts = arguments.cu_seqlens_q.clip(0, problem.layout.total_q).astype(np.int64)
-        rows = xp.arange(problem.layout.total_q)
-        sequence = (xp.searchsorted(starts, rows, side="right") - 1).clip(0, problem.batch - 1)
-        query = rows - starts[sequence]
-        seqlens_q = xp.diff(starts).clip(0, problem.seqlen_q)
-        counts = (query >= 0) & (query < seqlens_q[sequence])
-        first = lengths - seqlens_q if offsets is None else offsets
-        return sequence, query, first[sequence] + query, counts
-    sequence = xp.repeat(xp.arange(problem.batch), problem.seqlen_q)
-    query = xp.tile(xp.arange(problem.seqlen_q), problem.batch)
-    if offsets is not None:
-        first = offsets.astype(np.int64)[sequence]
-    elif problem.layout.kind == "kvcache":
-        first = (lengths - problem.seqlen_q)[sequence]
-    else:
-        first = problem.q_offset
-    return sequence, query, first + query, xp.ones(len(query), bool)
-
-
-def _lists(whole: WholeCall, keys: int, indices: Any) -> Lists:
-    """Return the lists, with the keys that length and position hide marked as such."""
+def _queries(whole: WholeCall, keys: int) -> Queries:
+    """Return the queries of a call, and what they may attend to by length and position."""
     arguments, problem = whole.arguments, whole.problem
     layout, xp = problem.layout, array_module(arguments.q)
-    lengths = _lengths(whole, keys)
-    sequence, query, position, counts = _queries(whole, lengths)
-    of_list = (slice(None), None, None)
-    indices = indices.astype(np.int64)
-    visible = (indices >= 0) & (indices < lengths[sequence][of_list]) & counts[of_list]
-    key_window = None if whole.options.mod_key is None else whole.options.mod_key.window
-    left = None if key_window is None else key_window.left
-    right = None if key_window is None else key_window.right
-    if problem.causal:
-        right = 0 if right is None else min(right, 0)
-    near, place = xp.ones(indices.shape, bool), position[of_list]
-    if left is not None:
-        near &= indices >= place - left
-    if right is not None:
-        near &= indices <= place + right
-    if (prefixes := getattr(arguments, "prefix_lens", None)) is not None:
-        near |= indices < prefixes[sequence][of_list]
-    visible &= near
-    found = xp.where(visible, indices, 0)
-    if layout.page_size:
-        page = arguments.block_table[sequence[of_list], found // layout.page_size]
-        is_page = (page >= 0) & (page < layout.pages)
-        # The rows of such a page are zeros, as in other calls: no row of the arrays has them.
-        rows = xp.where(is_page, page * layout.page_size + found % layout.page_size, -1)
-    elif layout.packed_q:
-        rows = arguments.cu_seqlens_k.clip(0, layout.total_k)[sequence][of_list] + found
+    lengths, offsets = _lengths(whole, keys), getattr(arguments, "q_offset", None)
+    first = None if offsets is None else offsets.astype(np.int64)
+    if layout.packed_q:
+        starts = arguments.cu_seqlens_q.clip(0, layout.total_q).astype(np.int64)
+        row = xp.arange(layout.total_q)
+        sequence = (xp.searchsorted(starts, row, side="right") - 1).clip(0, problem.batch - 1)
+        query = row - starts[sequence]
+        seqlens_q = xp.diff(starts).clip(0, problem.seqlen_q)
+        is_owned = (query >= 0) & (query < seqlens_q[sequence])
+        first = lengths - seqlens_q if first is None else first
     else:
-        caches = sequence
-        if arguments.cache_batch_idx is not None:
-            caches = arguments.cache_batch_idx[sequence].clip(0, layout.caches - 1)
-        rows = caches[of_list] * problem.seqlen_k + found
-    return Lists(sequence, query, position, found, visible, rows)
+        sequence = xp.repeat(xp.arange(problem.batch), problem.seqlen_q)
+        query = xp.tile(xp.arange(problem.seqlen_q), problem.batch)
+        is_owned = xp.ones(len(query), bool)
+        if first is None and layout.kind == "kvcache":
+            first = lengths - problem.seqlen_q
+        elif first is None:
+            first = xp.full(problem.batch, problem.q_offset)
+    position, length = first[sequence] + query, xp.where(is_owned, lengths[sequence], 0)
+    begins, ends, prefixes = xp.zeros_like(length), length, None
+    window = None if whole.options.mod_key is None else whole.options.mod_key.window
+    if window is not None and window.left is not None:
+        begins = position - window.left
+    rights = [0] * problem.causal
+    if window is not None and window.right is not None:
+        rights.append(window.right)
+    if rights:
+        ends = xp.minimum(length, position + min(rights) + 1)
+    if (lifted := getattr(arguments, "prefix_lens", None)) is not None:
+        prefixes = xp.minimum(length, lifted[sequence])
+    first_rows = None
+    if not layout.page_size:
+        if layout.packed_q:
+            starts = arguments.cu_seqlens_k.clip(0, layout.total_k)
+        else:
+            caches = arguments.cache_batch_idx
+            caches = (
+                xp.arange(problem.batch) if caches is None else caches.clip(0, layout.caches - 1)
+            )
+            starts = caches.astype(np.int64) * problem.seqlen_k
+        first_rows = starts[sequence]
+    return Queries(sequence, query, position, begins, ends, prefixes, first_rows, is_owned)
 
 
-def _compacted(lists: Lists, group: int) -> tuple[Any, Any, Any]:
-    """Return rows and keys with the visible ones first, (R, K), and their number, (R,)."""
-    visible = lists.is_visible[:, group]
-    xp, count = array_module(visible), visible.shape[1]
-    places = xp.arange(count)
-    order = xp.argsort(xp.where(visible, places, places + count), axis=1)
-    taken = (xp.take_along_axis(x[:, group], order, 1) for x in (lists.rows, lists.keys))
-    return (*taken, visible.sum(axis=1).astype(np.int32))
+def _tables_on_host(whole: WholeCall, queries: Queries, indices: Any) -> Tables:
+    """Return the block tables, computed by NumPy as the kernel computes them."""
+    layout, of_list = whole.problem.layout, (slice(None), None, None)
+    keys = indices.reshape(len(queries.query), *indices.shape[-2:]).astype(np.int64)
+    visible = (keys >= queries.begins[of_list]) & (keys < queries.ends[of_list])
+    if queries.prefixes is not None:
+        visible |= keys < queries.prefixes[of_list]
+    visible &= keys >= 0
+    # A stable order: the visible keys first.
+    order = np.argsort(~visible, axis=-1, kind="stable")
+    keys = np.take_along_axis(np.where(visible, keys, 0), order, -1)
+    if layout.page_size:
+        pages = whole.arguments.block_table[
+            queries.sequence[of_list], keys // layout.page_size
+        ].astype(np.int64)
+        is_page = (pages >= 0) & (pages < layout.pages)
+        rows = np.where(is_page, pages * layout.page_size + keys % layout.page_size, -1)
+    else:
+        assert queries.first_rows is not None
+        rows = queries.first_rows[of_list] + keys
+    counts = visible.sum(axis=-1).astype(np.int32)
+    rows, keys = (x.astype(np.int32).swapaxes(0, 1) for x in (rows, keys))
+    return Tables(rows, keys, counts.T)
+
+
+def _tables_on_gpu(whole: WholeCall, queries: Queries, indices: Any) -> Tables:
+    """Return the block tables, which a kernel computes."""
+    layout, xp = whole.problem.layout, array_module(indices)
+    of_sequence, lists, entries = indices.shape[1:]
+    indices = indices.astype(np.int32, copy=False)
+    if entries > 1 and indices.strides[-1] != indices.itemsize:
+        indices = xp.ascontiguousarray(indices)
+    rows = len(queries.query)
+    table, keys = (xp.empty((lists, rows, entries), np.int32) for _ in range(2))
+    tables = Tables(table, keys, xp.empty((lists, rows), np.int32))
+    arrays = {
+        "indices": indices,
+        **{name: getattr(queries, name).astype(np.int32) for name in ("begins", "ends")},
+        **{"table": tables.rows, "keys": tables.keys, "counts": tables.counts},
+    }
+    if queries.prefixes is not None:
+        arrays["prefixes"] = queries.prefixes.astype(np.int32)
+    sizes = {"queries": of_sequence, "lists": lists, "entries": entries, "rows": rows}
+    strides = zip(("batch_stride", "query_stride", "list_stride"), indices.strides, strict=False)
+    sizes |= {name: stride // indices.itemsize for name, stride in strides}
+    if layout.page_size:
+        arrays["block_table"] = whole.arguments.block_table
+        arrays["sequences"] = queries.sequence.astype(np.int32)
+        names = ("block_table_stride", "page_size", "pages")
+        sizes |= {name: getattr(layout, name) for name in names}
+    else:
+        assert queries.first_rows is not None
+        arrays["first_rows"] = queries.first_rows.astype(np.int64)
+    key_lists.compact(arrays, sizes)
+    return tables
 
 
 def _attend(
     whole: WholeCall,
     backend: str,
     keys_before: int,
-    lists: Lists,
+    queries: Queries,
+    tables: Tables,
     modifications: Mapping[str, Any],
 ) -> tuple[Any, ...]:
     """Return out, and lse and row statistics if requested.
@@ -261,7 +319,7 @@ def _attend(
     q = (q if layout.packed_q else to_bshd(q, options.layout)).reshape(
         -1, 1, problem.heads_q, problem.head_dim
     )
-    groups = lists.rows.shape[1]
+    groups = len(tables.rows)
     heads_q, heads_kv = problem.heads_q // groups, problem.heads_kv // groups
     inner = Options(
         "kvcache",
@@ -279,24 +337,23 @@ def _attend(
     found = []
     for group in range(groups):
         heads, kv = (slice(group * n, (group + 1) * n) for n in (heads_q, heads_kv))
-        table, keys, counts = _compacted(lists, group)
+        table, keys, counts = (x[group] for x in tables)
         if table.shape[1] == 0:
-            table = xp.full((len(table), 1), -1)
-            keys = xp.zeros((len(table), 1), np.int64)
+            table = keys = xp.zeros((len(table), 1), np.int32)
         rows = Arguments(
             q=q[:, :, heads],
-            block_table=table.astype(np.int32),
+            block_table=table,
             cache_seqlens=counts,
             **{name: x[:, :, kv] for name, x in stored.items()},
         )
-        own = _modifications(whole, lists, keys, heads, modifications)
+        own = _modifications(whole, queries, keys, heads, modifications)
         found.append(dispatch.attention(rows, inner, backend, 0, own))
     outs, *of_rows = zip(*found, strict=True)
     together = [xp.concatenate(outs, axis=2), *(xp.concatenate(x, axis=1) for x in of_rows)]
-    return _assembled(whole, lists, together)
+    return _assembled(whole, queries, together)
 
 
-def _assembled(whole: WholeCall, lists: Lists, results: list[Any]) -> tuple[Any, ...]:
+def _assembled(whole: WholeCall, queries: Queries, results: list[Any]) -> tuple[Any, ...]:
     """Return the requested results with the axes of the call."""
     problem, options = whole.problem, whole.options
     out, *of_rows = results
@@ -304,9 +361,9 @@ def _assembled(whole: WholeCall, lists: Lists, results: list[Any]) -> tuple[Any,
     if problem.layout.packed_q:
         out = out[:, 0]
         of_rows = [x[:, :, 0].T for x in of_rows]
-        _, _, _, counts = _queries(whole, _lengths(whole, 0))
         # The log-sum-exp of a row of no sequence has no sink.
-        of_rows[0] = array_module(out).where(counts, of_rows[0], -np.inf).astype(of_rows[0].dtype)
+        lse = array_module(out).where(queries.is_owned, of_rows[0], -np.inf)
+        of_rows[0] = lse.astype(of_rows[0].dtype)
     else:
         out = out.reshape(*shape, *out.shape[2:])
         of_rows = [x.reshape(*shape, -1).swapaxes(1, 2) for x in of_rows]
@@ -359,9 +416,9 @@ def _as_rows(array: Any, last: tuple[int, ...]) -> Any:
 
 
 def _modifications(
-    whole: WholeCall, lists: Lists, keys: Any, heads: slice, modifications: Mapping[str, Any]
+    whole: WholeCall, queries: Queries, keys: Any, heads: slice, modifications: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the modifications of the inner call of these heads; `keys` are those of its lists."""
+    """Return the modifications of the inner call of these heads; `keys` are those of its table."""
     arguments, xp = whole.arguments, array_module(whole.arguments.q)
     result: dict[str, Any] = {}
     if modifications.get("softcap") is not None:
@@ -370,14 +427,14 @@ def _modifications(
     if sinks is not None:
         result["sinks"] = sinks[heads]
     of_pairs = {
-        name: _of_pairs(whole, lists, keys, heads, name)
+        name: _of_pairs(whole, queries, keys, heads, name)
         for name in _OF_PAIRS
         if getattr(arguments, name, None) is not None
     }
     slopes = getattr(arguments, "alibi_slopes", None)
     if slopes is not None:
-        slopes = slopes[lists.sequence][:, heads] if slopes.ndim == 2 else slopes[None, heads]
-        distance = abs(lists.position[:, None] - keys)
+        slopes = slopes[queries.sequence][:, heads] if slopes.ndim == 2 else slopes[None, heads]
+        distance = abs(queries.position[:, None] - keys)
         bias = -slopes[:, :, None] * distance[:, None]
         bias = bias.astype(slopes.dtype)
         if "bias" in of_pairs:
@@ -386,18 +443,18 @@ def _modifications(
     return result | {name: xp.ascontiguousarray(x[:, :, None]) for name, x in of_pairs.items()}
 
 
-def _of_pairs(whole: WholeCall, lists: Lists, keys: Any, heads: slice, name: str) -> Any:
+def _of_pairs(whole: WholeCall, queries: Queries, keys: Any, heads: slice, name: str) -> Any:
     """Return the elements of a bias or mask for the listed keys, (R, heads or 1, K)."""
     array, problem = getattr(whole.arguments, name), whole.problem
     xp = array_module(array)
     if problem.layout.packed_q:
         # One batch, whose queries are the rows.
-        array, sequence, query = array[None], xp.zeros_like(lists.query), xp.arange(len(keys))
+        array, sequence, query = array[None], xp.zeros_like(queries.query), xp.arange(len(keys))
     else:
         sizes = (problem.seqlen_q, problem.seqlen_k)
         array = array.reshape((1,) * (4 - array.ndim) + array.shape)
         array = xp.broadcast_to(array, (problem.batch, array.shape[1], *sizes))
-        sequence, query = lists.sequence, lists.query
+        sequence, query = queries.sequence, queries.query
     if array.shape[1] > 1:
         array = array[:, heads]
     own = xp.arange(array.shape[1])[:, None]

@@ -20,7 +20,7 @@ import pytest
 from cupy_flash.calls.check.modifications import packed_arguments
 from cupy_flash.calls.gpu.forward import fixed_fields
 from cupy_flash.calls.options import Options
-from cupy_flash.families.contract import KERNEL_DIR
+from cupy_flash.families.contract import KERNEL_DIR, TranslationUnit
 from cupy_flash.families.params import params_dtype
 from cupy_flash.gpu.params import PackedStruct
 from cupy_flash.planning.planner import Plan
@@ -108,19 +108,27 @@ def _tensor_maps(plan: Plan, arrays: Mapping[str, Any]) -> np.ndarray:
 
 
 def _compiled(plan: Plan, folder: Path) -> Any:
-    if COMPILER is None:
-        pytest.skip("no g++ to compile the kernel with")
     assert plan.unit is not None
     [launch] = plan.launches
-    # Only CUDA's compiler accepts the asserted offsets of members as constants.
-    lines = [line for line in plan.unit.text.splitlines() if "__INTADDR__" not in line]
     given = ("maps", "params")[-len(launch.arguments) :]
     arguments = ", ".join(
         f"*static_cast<const {_TYPES[name]}*>({value})"
         for name, value in zip(launch.arguments, given, strict=True)
     )
+    return compiled(plan.unit, launch.entry, arguments, folder)
+
+
+def compiled(unit: TranslationUnit, entry: str, arguments: str, folder: Path) -> Any:
+    """Return the function that runs a kernel of a translation unit, see `_RUN`.
+
+    `arguments` are those of the kernel as C++ expressions of `maps` and `params`.
+    """
+    if COMPILER is None:
+        pytest.skip("no g++ to compile the kernel with")
+    # Only CUDA's compiler accepts the asserted offsets of members as constants.
+    lines = [line for line in unit.text.splitlines() if "__INTADDR__" not in line]
     text = '#include "cuda.h"\n'
-    text += "\n".join(lines) + _RUN.format(entry=launch.entry, arguments=arguments)
+    text += "\n".join(lines) + _RUN.format(entry=entry, arguments=arguments)
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
     library = folder / f"{name}.so"
     if not library.exists():
@@ -128,7 +136,7 @@ def _compiled(plan: Plan, folder: Path) -> Any:
         source.write_text(text, encoding="utf-8")
         # Sums of integers wrap, as on a GPU.
         command = [COMPILER, "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-fwrapv"]
-        arch = 900 if plan.unit.arch_specific else 800
+        arch = 900 if unit.arch_specific else 800
         command += [f"-D__CUDA_ARCH__={arch}", *(f"-I{path}" for path in FOLDERS)]
         done = subprocess.run(
             [*command, str(source), "-o", str(library)], capture_output=True, text=True

@@ -110,15 +110,27 @@ def with_counts(given: dict[str, Any], lists: np.ndarray) -> dict[str, Any]:
     return given | {"bias": bias, "mask": seen}
 
 
-def random_call(rng: np.random.Generator, kind: str, *, most: int = 60) -> KeyListCall:
-    """Return a random call of one kind, with lists in any order, some of whose keys repeat."""
-    batch, heads_kv = int(rng.integers(1, 4)), int(rng.integers(1, 3))
-    heads_q = heads_kv * int(rng.choice([1, 2, 4]))
-    dims = tuple(int(x) for x in rng.integers(1, 9, 2) * 8)
+def random_call(
+    rng: np.random.Generator,
+    kind: str,
+    *,
+    most: int = 60,
+    choices: np.random.Generator | None = None,
+) -> KeyListCall:
+    """Return a random call of one kind, with lists in any order, some of whose keys repeat.
+
+    `choices` draws what determines the kernels, by default `rng`.
+    """
+    choices = choices or rng
+    batch, heads_kv = int(rng.integers(1, 4)), int(choices.integers(1, 3))
+    heads_q = heads_kv * int(choices.choice([1, 2, 4]))
+    dims = tuple(int(x) for x in choices.integers(1, 9, 2) * 8)
     if kind == "latent":
-        heads_kv, heads_q, dims = 1, int(rng.choice([4, 16])), (LATENT["head_dim"], 512)
-    dtype = DTYPES[str(rng.choice(list(DTYPES)))]
-    options = _options(rng, heads_q, dtype)
+        heads_kv, heads_q, dims = 1, int(choices.choice([4, 16])), (LATENT["head_dim"], 512)
+    dtype = DTYPES[str(choices.choice(list(DTYPES)))]
+    options = _options(choices, heads_q, dtype)
+    page_size, has_bias, has_mask = int(choices.choice([1, 5, 16])), *(choices.random(2) < 0.3)
+    per_head = int(choices.choice([1, heads_kv]))
     lengths_k = rng.integers(0, most, batch)
     lengths_q = rng.integers(0, 8, batch)
     if kind not in ("varlen", "paged varlen"):
@@ -134,18 +146,18 @@ def random_call(rng: np.random.Generator, kind: str, *, most: int = 60) -> KeyLi
     ]
     if kind == "latent":
         rows = [[q, k, k[..., :512]] for q, k, _ in rows]
-    per_head, count = int(rng.choice([1, heads_kv])), int(rng.integers(0, 40))
+    count = int(rng.integers(0, 40))
     lists = [
         rng.integers(-1, max(1, m) + int(rng.integers(3)), (n, per_head, count))
         for n, m in zip(lengths_q, lengths_k, strict=True)
     ]
-    arguments, places = _arranged(rng, kind, rows, int(lengths_k.max(initial=0)))
+    arguments, places = _arranged(rng, kind, rows, int(lengths_k.max(initial=0)), page_size)
     of_pairs = {}
     if kind in ("dense", "bhsd", "padded"):
         pairs = (1, int(rng.choice([1, heads_q])), len(rows[0][0]), max(1, int(lengths_k.max())))
-        if rng.random() < 0.3:
+        if has_bias:
             of_pairs["bias"] = rng.standard_normal(pairs).astype(dtype)
-        if rng.random() < 0.3:
+        if has_mask:
             of_pairs["mask"] = rng.random(pairs) < 0.7
     sequences = []
     for b, (q, k, v) in enumerate(rows):
@@ -196,7 +208,11 @@ def _offset(arguments: dict[str, Any], kind: str, q: np.ndarray) -> int:
 
 
 def _arranged(
-    rng: np.random.Generator, kind: str, rows: list[list[np.ndarray]], longest: int
+    rng: np.random.Generator,
+    kind: str,
+    rows: list[list[np.ndarray]],
+    longest: int,
+    page_size: int,
 ) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
     """Return the arrays of the call, and the index of each sequence in out and lse."""
     every = [(b, b) for b in range(len(rows))]
@@ -216,7 +232,7 @@ def _arranged(
         if kind == "varlen":
             found |= {"k": np.concatenate(k), "v": np.concatenate(v), "cu_seqlens_k": ends[1]}
             return found, places
-        table, pages = _pages(rng, (k, v), longest)
+        table, pages = _pages(rng, (k, v), longest, page_size)
         return found | {
             **{"k": pages[0], "v": pages[1], "block_table": table},
             **{"seqused_k": lengths, "cu_seqlens_k": None},
@@ -230,10 +246,10 @@ def _arranged(
         return found, every
     found = {"q": np.stack(q), "cache_seqlens": lengths}
     if kind == "latent":
-        table, pages = _pages(rng, (k,), longest)
+        table, pages = _pages(rng, (k,), longest, page_size)
         found |= {"k_cache": pages[0], "v_cache": None, "head_dim_v": 512, "block_table": table}
     elif kind == "pages":
-        table, pages = _pages(rng, (k, v), longest)
+        table, pages = _pages(rng, (k, v), longest, page_size)
         found |= {"k_cache": pages[0], "v_cache": pages[1], "block_table": table}
     else:
         order = rng.permutation(len(rows)).astype(np.int32)
@@ -254,10 +270,10 @@ def _padded(rows: Any, longest: int) -> np.ndarray:
 
 
 def _pages(
-    rng: np.random.Generator, arrays: Any, longest: int
+    rng: np.random.Generator, arrays: Any, longest: int, size: int
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """Return a block table, and arrays in pages; other rows hold NaN."""
-    size, batch = int(rng.choice([1, 5, 16])), len(arrays[0])
+    batch = len(arrays[0])
     most = max(1, -(-longest // size))
     table = rng.permutation(batch * most).reshape(batch, most).astype(np.int32)
     found = []

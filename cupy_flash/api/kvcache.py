@@ -95,9 +95,9 @@ def flash_attention_with_kvcache(
     shared_prefix_len : int
         Number of keys with which all sequences begin, in the same pages: the first entries of all
         rows of block_table are equal. These keys are then read once for all sequences, see
-        docs/guide/inference.md. Each sequence has at least shared_prefix_len keys and, in a causal
-        call, seqlen_q others; on a GPU, results of a sequence without them are undefined. 0 shares
-        nothing.
+        docs/guide/inference.md. Each sequence has at least so many keys. After an append, at least
+        seqlen_q - 1 keys follow them in a causal call, and seqlen_q with a tree_mask. On a GPU,
+        results of a sequence without these keys or pages are undefined. 0 shares nothing.
     key_indices : array of integers, (batch, seqlen_q or 1, heads_kv or 1, n), optional
         Lists of the keys that each query attends to: indices in its sequence, with -1 for entries
         that count for nothing. A key that is listed twice counts twice. Masks by position, lengths
@@ -274,6 +274,8 @@ def flash_attention_with_kvcache(
         options = with_statistics(options, return_max_logits, return_entropy)
     call = (arguments, options, backend, keys, modifications, stream)
     if key_indices is not None:
+        if shared_prefix_len.__class__ is not int or shared_prefix_len:
+            raise ValueError("shared_prefix_len and key_indices are given; pass only one of them")
         return key_lists.attention(*call, key_indices)
     # Most calls pass the integer 0; any other value is checked.
     if shared_prefix_len.__class__ is int and shared_prefix_len == 0:

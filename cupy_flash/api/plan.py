@@ -18,6 +18,7 @@ from cupy_flash.api.varlen import flash_attention_varlen, has_key_positions
 from cupy_flash.calls import dispatch, dispatch_backward
 from cupy_flash.calls.arguments import Arguments, GradientArguments, given_lengths
 from cupy_flash.calls.options import Options
+from cupy_flash.errors import UnsupportedError
 from cupy_flash.mods.keywords import require_known
 from cupy_flash.opaque import opaque
 from cupy_flash.planning.planner import Plan
@@ -183,6 +184,8 @@ def _deprecated(old: str, new: str, *, is_opaque: bool = False) -> None:
 
 
 def _plan_forward(kind: str, given: dict[str, Any], arch: str | None) -> Plan:
+    if given.get("key_indices") is not None:
+        raise UnsupportedError("calls with key_indices have no plan; leave out key_indices")
     if kind == "dense" and any(given.get(name) is not None for name in _SCALED):
         kind = "scaled"
     if kind == "kvcache":

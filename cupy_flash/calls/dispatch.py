@@ -97,7 +97,7 @@ def attention(
         or arguments.v_scale is not None
         or arguments.q_scale is not None
     ):
-        arguments = _copy_scales_to_gpu(arguments)
+        arguments = copy_scales_to_gpu(arguments)
     results = run(_ATTENTION, arguments, options, backend, keys, modifications)
     if len(results) > 2:
         # Row statistics follow out and lse.
@@ -199,7 +199,7 @@ def _separated(arguments: Arguments, options: Options) -> tuple[Arguments, Optio
     return arguments.parts_of_qkv(options.layout), options._replace(kind="dense")
 
 
-def _copy_scales_to_gpu(arguments: Arguments) -> Arguments:
+def copy_scales_to_gpu(arguments: Arguments) -> Arguments:
     """Return the arguments with scales that are numbers copied to the GPU, if q is there."""
     numbers = {
         n: x for n in FLOAT8_SCALES if (x := getattr(arguments, n)).__class__ in (int, float)

@@ -5,6 +5,8 @@ own, and its list, without the keys that masks hide, is the row of the block tab
 
     key_indices of a query     5 -1  2  9  2          causal: the query is at position 7
     row of the block table     5  2  2  .  .          length 3
+
+The order of a list affects a result only by the rounding of sums.
 """
 
 from __future__ import annotations
@@ -16,19 +18,27 @@ import numpy as np
 
 from cupy_flash.arrays import kinds
 from cupy_flash.arrays.streams import on_stream
-from cupy_flash.arrays.strided import array_module, to_bshd
+from cupy_flash.arrays.strided import array_module, as_cupy, to_bshd
 from cupy_flash.arrays.torch_arrays import count_writes
 from cupy_flash.calls import dispatch, rotary
-from cupy_flash.calls.arguments import Arguments
-from cupy_flash.calls.check.whole_call import WholeCall, check_whole
+from cupy_flash.calls.arguments import CACHES, Arguments
+from cupy_flash.calls.check.whole_call import (
+    WholeCall,
+    check_whole,
+    is_capturing_tensors,
+    on_stream_of_tensors,
+)
 from cupy_flash.calls.options import Options
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.gpu import key_lists
 from cupy_flash.opaque import is_dynamo_tracing, outside
+from cupy_flash.problem.problem import MAX_SEQLEN
 
 # Arrays of modifications that calls with lists support, and those that have an element per pair.
 _SUPPORTED = {"alibi_slopes", "sinks", "bias", "mask", "prefix_lens", "seqlens_k", "q_offset"}
 _OF_PAIRS = ("bias", "mask")
+# Modifications that depend on the keys of a list.
+_OF_KEYS = (*_OF_PAIRS, "alibi_slopes")
 
 
 class Queries(NamedTuple):
@@ -39,7 +49,7 @@ class Queries(NamedTuple):
     sequence, query, position
         Sequence of each query, its index there, and its position among the keys.
     begins, ends, prefixes
-        A query may attend to the keys from `begins` to `ends`, and to those before `prefixes`.
+        A query may attend to the keys j with begins <= j < ends, and to those before `prefixes`.
     first_rows
         Row of the sequence's first key in the arrays without their batch axes; None with pages.
     is_owned
@@ -57,7 +67,7 @@ class Queries(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Block tables of a cache with pages of one row: one table for each of G queries.
+    """Block tables of a cache with pages of one row: one table for each of G lists of a query.
 
     Attributes
     ----------
@@ -65,7 +75,7 @@ class Tables(NamedTuple):
         Rows of the visible keys of each query, in the order of its list, (G, R, K). Entries after
         the last visible key are no rows.
     keys
-        Indices of the same keys in their sequences, (G, R, K).
+        Indices of the same keys in their sequences, (G, R, K); None if nothing depends on them.
     counts
         Number of visible keys of each query, (G, R).
     """
@@ -91,35 +101,56 @@ def attention(
     call = (arguments, options, backend, keys, modifications)
     if is_dynamo_tracing():
         return outside(attention, (*call, stream, key_indices))
-    with on_stream(stream, arguments.like):
+    with on_stream(stream, arguments.like), on_stream_of_tensors(arguments.q):
+        if is_capturing_tensors(arguments.q):
+            raise UnsupportedError(
+                "a call of tensors with key_indices cannot be captured in a CUDA graph of PyTorch, "
+                "which does not keep CuPy's memory; capture a call of CuPy arrays"
+            )
         whole = check_whole(arguments, options, keys, modifications)
         _require_supported(whole)
         convert = kinds.result_converter("q", arguments.q)
         indices = _read_indices(key_indices, whole)
-        if whole.problem.layout.appends:
-            _append(whole, backend, keys)
+        if whole.problem.batch == 0 or whole.problem.seqlen_k == 0:
+            # No query attends to a key.
+            return dispatch.attention(*call)
         queries = _queries(whole, keys)
         make = _tables_on_host if whole.is_on_host else _tables_on_gpu
-        tables = make(whole, queries, indices)
-        results = _attend(whole, backend, keys, queries, tables, modifications or {})
+        inner = _Inner(whole, backend, keys, queries, make(whole, queries, indices), modifications)
+        if whole.problem.layout.appends:
+            inner.require_family()
+            _append(whole, backend, keys)
+        out, *of_rows = inner.compute()
         count_writes(*arguments.written(options).values())
-        out = results[0]
+        results = [convert(x) for x in of_rows]
         if arguments.out is not None:
-            whole.arguments.out[...] = out
-            first = arguments.out
+            bits(whole.arguments.out)[...] = bits(out)
+            # The conversion makes the caller's stream wait for ours.
+            convert(out)
+            out = arguments.out
         else:
-            first = convert(out)
-        others = [convert(x) for x in results[1:]]
-        return (first, *others) if others else first
+            out = convert(out)
+        return (out, *results) if results else out
 
 
 def _require_supported(whole: WholeCall) -> None:
-    """Raise UnsupportedError for options and modifications that lists do not support."""
+    """Raise an error for calls and modifications that lists do not support.
+
+    Raises
+    ------
+    UnsupportedError
+        For float8 queries, and modifications that are not in `_SUPPORTED`.
+    ValueError
+        For several batch axes, none, and caches whose rows cannot be numbered without a copy.
+    """
     key = whole.options.mod_key
     if whole.options.kind not in ("dense", "varlen", "kvcache"):
         raise UnsupportedError("key_indices are not supported by calls with float8 queries")
     if whole.arguments.q.ndim != (3 if whole.problem.layout.packed_q else 4):
         raise ValueError(f"q has {whole.arguments.q.ndim} axes; with key_indices expected 4")
+    if whole.options.kind == "kvcache":
+        for name in CACHES:
+            _require_rows(name, getattr(whole.arguments, name))
     if key is None:
         return
     names = sorted(set(key.names) - _SUPPORTED)
@@ -135,20 +166,40 @@ def _require_supported(whole: WholeCall) -> None:
         )
 
 
+def _require_rows(name: str, cache: Any) -> None:
+    """Raise ValueError unless the rows of a cache have one distance, over all pages or caches."""
+    if cache is None or len(cache) < 2 or cache.shape[1] == 0:
+        return
+    if cache.strides[0] != cache.shape[1] * cache.strides[1]:
+        raise ValueError(
+            f"{name} has strides {cache.strides}; with key_indices expected "
+            f"{cache.shape[1] * cache.strides[1]} as the first one, since a cache is not copied"
+        )
+
+
 def _read_indices(key_indices: Any, whole: WholeCall) -> Any:
     """Return the lists as integers (batch, queries of a sequence, G, K)."""
     q, problem = whole.arguments.q, whole.problem
-    if isinstance(key_indices, (list, tuple)):
-        key_indices = np.asarray(key_indices)
-    indices = kinds.normalize_int32("key_indices", key_indices, on_host=whole.is_on_host)
+    xp = array_module(q)
+    given = kinds.normalize_int32("key_indices", key_indices, on_host=whole.is_on_host)
+    indices = as_cupy(given)
     if indices.dtype.kind not in "iu":
         raise TypeError(f"key_indices has dtype {indices.dtype}; expected integers")
+    # Other integers wrap around in int32. A key that int32 cannot count exists in no sequence.
+    if indices.dtype.kind == "i" and indices.itemsize > 4:
+        indices = xp.maximum(indices, -1)
+    if indices.itemsize >= 4 and indices.dtype != np.int32:
+        indices = xp.minimum(indices, np.iinfo(np.int32).max)
+    indices = indices.astype(np.int32, copy=False)
     heads = f"{problem.heads_kv} or 1"
     rows: tuple[int, ...] = (problem.batch, problem.seqlen_q)
-    axes = f"(batch, seqlen_q or 1, heads, top_k) = ({rows[0]}, {rows[1]} or 1, {heads}, n)"
+    axes = (
+        f"(batch, seqlen_q or 1, heads, n) = ({rows[0]}, {rows[1]} or 1, {heads}, n), or without "
+        "the second axis"
+    )
     if problem.layout.packed_q:
         rows = (problem.layout.total_q,)
-        axes = f"(total_q, heads, top_k) = ({rows[0]}, {heads}, n)"
+        axes = f"(total_q, heads, n) = ({rows[0]}, {heads}, n)"
     elif indices.ndim == 3:
         indices = indices[:, None]
     shape = tuple(indices.shape)
@@ -157,7 +208,7 @@ def _read_indices(key_indices: Any, whole: WholeCall) -> Any:
         raise ValueError(f"key_indices has shape {shape}; expected {axes}")
     if problem.layout.packed_q:
         return indices[:, None]
-    return array_module(q).broadcast_to(indices, (*rows, *shape[-2:]))
+    return xp.broadcast_to(indices, (*rows, *shape[-2:]))
 
 
 def _append(whole: WholeCall, backend: str, keys: int) -> None:
@@ -184,11 +235,11 @@ def _lengths(whole: WholeCall, keys: int) -> Any:
             lengths = lengths * ((places >= 0) & (places < layout.caches))
     elif layout.packed_q:
         lengths = arguments.seqused_k
-        if lengths is None:
-            lengths = xp.diff(arguments.cu_seqlens_k)
-        if not layout.page_size:
-            starts = arguments.cu_seqlens_k[:-1].clip(0, layout.total_k)
-            lengths = xp.minimum(lengths, layout.total_k - starts)
+        most = MAX_SEQLEN if layout.page_size else layout.total_k
+        if arguments.cu_seqlens_k is not None:
+            ends = arguments.cu_seqlens_k.clip(0, most)
+            lengths = xp.diff(ends) if lengths is None else lengths
+            lengths = lengths if layout.page_size else xp.minimum(lengths, most - ends[:-1])
     else:
         lengths = getattr(arguments, "seqlens_k", None)
         if lengths is None:
@@ -273,17 +324,23 @@ def _tables_on_gpu(whole: WholeCall, queries: Queries, indices: Any) -> Tables:
     """Return the block tables, which a kernel computes."""
     layout, xp = whole.problem.layout, array_module(indices)
     of_sequence, lists, entries = indices.shape[1:]
-    indices = indices.astype(np.int32, copy=False)
     if entries > 1 and indices.strides[-1] != indices.itemsize:
         indices = xp.ascontiguousarray(indices)
     rows = len(queries.query)
-    table, keys = (xp.empty((lists, rows, entries), np.int32) for _ in range(2))
-    tables = Tables(table, keys, xp.empty((lists, rows), np.int32))
+    shape = (lists, rows, entries)
+    needs_keys = any(getattr(whole.arguments, name, None) is not None for name in _OF_KEYS)
+    tables = Tables(
+        xp.empty(shape, np.int32),
+        xp.empty(shape, np.int32) if needs_keys else None,
+        xp.empty((lists, rows), np.int32),
+    )
     arrays = {
         "indices": indices,
         **{name: getattr(queries, name).astype(np.int32) for name in ("begins", "ends")},
-        **{"table": tables.rows, "keys": tables.keys, "counts": tables.counts},
+        **{"table": tables.rows, "counts": tables.counts},
     }
+    if tables.keys is not None:
+        arrays["keys"] = tables.keys
     if queries.prefixes is not None:
         arrays["prefixes"] = queries.prefixes.astype(np.int32)
     sizes = {"queries": of_sequence, "lists": lists, "entries": entries, "rows": rows}
@@ -301,76 +358,96 @@ def _tables_on_gpu(whole: WholeCall, queries: Queries, indices: Any) -> Tables:
     return tables
 
 
-def _attend(
-    whole: WholeCall,
-    backend: str,
-    keys_before: int,
-    queries: Queries,
-    tables: Tables,
-    modifications: Mapping[str, Any],
-) -> tuple[Any, ...]:
-    """Return out, and lse and row statistics if requested.
+class _Inner:
+    """Call over the block tables, for each list of a query one.
 
-    `keys_before` is the length of all cached sequences before the append if no array gives it.
+    Parameters
+    ----------
+    whole, backend, modifications
+        The call of the user.
+    keys_before
+        Length of all cached sequences before the append if no array gives it.
+    queries, tables
+        Queries of the call, and the block tables of their lists.
     """
-    arguments, problem, options = whole.arguments, whole.problem, whole.options
-    xp, layout = array_module(arguments.q), problem.layout
-    q = _rotated(whole, keys_before)
-    q = (q if layout.packed_q else to_bshd(q, options.layout)).reshape(
-        -1, 1, problem.heads_q, problem.head_dim
-    )
-    groups = len(tables.rows)
-    heads_q, heads_kv = problem.heads_q // groups, problem.heads_kv // groups
-    inner = Options(
-        "kvcache",
-        softmax_scale=options.softmax_scale,
-        return_lse=True,
-        family=options.family,
-        tile=options.tile,
-        num_splits=options.num_splits,
-        batch_invariant=options.batch_invariant,
-        head_dim_v=options.head_dim_v,
-        return_max_logits=options.return_max_logits,
-        return_entropy=options.return_entropy,
-    )
-    stored = {name: x for name, x in _stored_rows(whole).items() if x is not None}
-    found = []
-    for group in range(groups):
-        heads, kv = (slice(group * n, (group + 1) * n) for n in (heads_q, heads_kv))
-        table, keys, counts = (x[group] for x in tables)
+
+    def __init__(
+        self,
+        whole: WholeCall,
+        backend: str,
+        keys_before: int,
+        queries: Queries,
+        tables: Tables,
+        modifications: Mapping[str, Any],
+    ) -> None:
+        problem, options = whole.problem, whole.options
+        self._whole, self._backend, self._queries, self._tables = whole, backend, queries, tables
+        self._modifications = modifications or {}
+        q = _rotated(whole, keys_before)
+        q = q if problem.layout.packed_q else to_bshd(q, options.layout)
+        self._q = reshaped(q, (len(queries.query), 1, problem.heads_q, problem.head_dim))
+        self._stored = {n: x for n, x in _stored_rows(whole).items() if x is not None}
+        self._options = Options(
+            "kvcache",
+            softmax_scale=options.softmax_scale,
+            return_lse=True,
+            family=options.family,
+            tile=options.tile,
+            num_splits=options.num_splits,
+            batch_invariant=options.batch_invariant,
+            head_dim_v=options.head_dim_v,
+            return_max_logits=options.return_max_logits,
+            return_entropy=options.return_entropy,
+        )
+
+    def _call(self, group: int) -> tuple[Arguments, slice, dict[str, Any]]:
+        """Return the arrays of a call, its query heads, and its modifications."""
+        problem, xp = self._whole.problem, array_module(self._q)
+        counts = (n // len(self._tables.rows) for n in (problem.heads_q, problem.heads_kv))
+        heads, kv = (slice(group * n, (group + 1) * n) for n in counts)
+        table, lengths = self._tables.rows[group], self._tables.counts[group]
+        keys = None if self._tables.keys is None else self._tables.keys[group]
         if table.shape[1] == 0:
             table = keys = xp.zeros((len(table), 1), np.int32)
         rows = Arguments(
-            q=q[:, :, heads],
+            q=self._q[:, :, heads],
             block_table=table,
-            cache_seqlens=counts,
-            **{name: x[:, :, kv] for name, x in stored.items()},
+            cache_seqlens=lengths,
+            **{name: x[:, :, kv] for name, x in self._stored.items()},
         )
-        own = _modifications(whole, queries, keys, heads, modifications)
-        found.append(dispatch.attention(rows, inner, backend, 0, own))
-    outs, *of_rows = zip(*found, strict=True)
-    together = [xp.concatenate(outs, axis=2), *(xp.concatenate(x, axis=1) for x in of_rows)]
-    return _assembled(whole, queries, together)
+        own = _modifications(self._whole, self._queries, keys, heads, self._modifications)
+        return rows, heads, own
 
+    def require_family(self) -> None:
+        """Raise the error of a family or tile that does not fit, before anything is appended."""
+        if self._options.family is not None or self._options.tile is not None:
+            rows, _, own = self._call(0)
+            dispatch.plan(rows, self._options, self._backend, None, own, compiles=False)
 
-def _assembled(whole: WholeCall, queries: Queries, results: list[Any]) -> tuple[Any, ...]:
-    """Return the requested results with the axes of the call."""
-    problem, options = whole.problem, whole.options
-    out, *of_rows = results
-    shape = (problem.batch, problem.seqlen_q)
-    if problem.layout.packed_q:
-        out = out[:, 0]
-        of_rows = [x[:, :, 0].T for x in of_rows]
-        # The log-sum-exp of a row of no sequence has no sink.
-        lse = array_module(out).where(queries.is_owned, of_rows[0], -np.inf)
-        of_rows[0] = lse.astype(of_rows[0].dtype)
-    else:
-        out = out.reshape(*shape, *out.shape[2:])
-        of_rows = [x.reshape(*shape, -1).swapaxes(1, 2) for x in of_rows]
-        if options.layout == "bhsd":
-            out = out.swapaxes(1, 2)
-    lse, *statistics = of_rows
-    return (out, *((lse,) if options.return_lse else ()), *statistics)
+    def compute(self) -> tuple[Any, ...]:
+        """Return out, and lse and row statistics if requested, with the axes of the call."""
+        problem, options = self._whole.problem, self._whole.options
+        xp, shape = array_module(self._q), (problem.batch, problem.seqlen_q)
+        out = xp.empty((*self._q.shape[:-1], problem.head_dim_v), self._q.dtype)
+        found = []
+        for group in range(len(self._tables.rows)):
+            rows, heads, own = self._call(group)
+            rows = rows._replace(out=out[:, :, heads])
+            found.append(dispatch.attention(rows, self._options, self._backend, 0, own)[1:])
+        of_rows = [xp.concatenate(x, axis=1) for x in zip(*found, strict=True)]
+        if problem.layout.packed_q:
+            out = out[:, 0]
+            of_rows = [x[:, :, 0].T for x in of_rows]
+            # The log-sum-exp of a row of no sequence has no sink.
+            lse = xp.where(self._queries.is_owned, of_rows[0], -np.inf)
+            of_rows[0] = lse.astype(of_rows[0].dtype)
+        else:
+            out = out.reshape(*shape, *out.shape[2:])
+            of_rows = [x.reshape(*shape, problem.heads_q).swapaxes(1, 2) for x in of_rows]
+            if options.layout == "bhsd":
+                out = out.swapaxes(1, 2)
+        lse, *statistics = of_rows
+        return (out, *((lse,) if options.return_lse else ()), *statistics)
 
 
 def _rotated(whole: WholeCall, keys_before: int) -> Any:
@@ -412,7 +489,17 @@ def _stored_rows(whole: WholeCall) -> dict[str, Any]:
 
 
 def _as_rows(array: Any, last: tuple[int, ...]) -> Any:
-    return array.reshape(-1, 1, *last)
+    return reshaped(array, (-1, 1, *last))
+
+
+def bits(array: Any) -> Any:
+    """Return an array as unsigned integers, which CuPy can copy in every dtype."""
+    return array.view(f"uint{8 * array.itemsize}")
+
+
+def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
+    """Return an array with another shape, a view where this is possible."""
+    return bits(array).reshape(shape).view(array.dtype)
 
 
 def _modifications(
@@ -449,12 +536,13 @@ def _of_pairs(whole: WholeCall, queries: Queries, keys: Any, heads: slice, name:
     xp = array_module(array)
     if problem.layout.packed_q:
         # One batch, whose queries are the rows.
-        array, sequence, query = array[None], xp.zeros_like(queries.query), xp.arange(len(keys))
+        sizes = (1, problem.layout.total_q, whole.options.max_seqlen_k)
+        sequence, query = xp.zeros_like(queries.query), xp.arange(len(keys))
     else:
-        sizes = (problem.seqlen_q, problem.seqlen_k)
-        array = array.reshape((1,) * (4 - array.ndim) + array.shape)
-        array = xp.broadcast_to(array, (problem.batch, array.shape[1], *sizes))
+        sizes = (problem.batch, problem.seqlen_q, problem.seqlen_k)
         sequence, query = queries.sequence, queries.query
+    array = array.reshape((1,) * (4 - array.ndim) + array.shape)
+    array = xp.broadcast_to(array, (sizes[0], array.shape[1], *sizes[1:]))
     if array.shape[1] > 1:
         array = array[:, heads]
     own = xp.arange(array.shape[1])[:, None]

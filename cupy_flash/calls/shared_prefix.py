@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from cupy_flash.arrays.streams import on_stream
-from cupy_flash.arrays.strided import array_module, as_int32, is_cupy
+from cupy_flash.arrays.strided import array_module, as_cupy, as_int32, is_cupy
 from cupy_flash.arrays.torch_arrays import count_writes, is_torch_on_gpu
 from cupy_flash.calls import dispatch, rotary
-from cupy_flash.calls.arguments import Arguments, normalized, with_modifications
+from cupy_flash.calls.arguments import Arguments, normalized
+from cupy_flash.calls.check.lengths import new_rows
 from cupy_flash.calls.check.partials import Partials
-from cupy_flash.calls.check.whole_call import check_whole
+from cupy_flash.calls.check.whole_call import WholeCall, check_whole, on_stream_of_tensors
 from cupy_flash.calls.gpu.allocate import is_tensor, result_allocator
 from cupy_flash.calls.host.forward import runs_on_gpu
 from cupy_flash.calls.options import Options
@@ -25,9 +26,9 @@ from cupy_flash.problem.values import count
 # The prefix is computed once if this saves reading so many bytes of keys and values. A GPU reads
 # them in about 10 us, the time of the additional launches.
 LEAST_SAVED_BYTES = 32 << 20
-# Modifications that depend neither on the position of a key nor on that of a query. The tree mask
-# concerns only the last keys of a sequence, which are no part of a prefix.
-_SHARABLE = {"softcap", "sinks", "tree_mask"}
+# Arrays of modifications that do not depend on the position of a key. The tree mask concerns only
+# the last keys of a sequence, which are no part of a prefix.
+_SHARABLE = {"sinks", "tree_mask"}
 
 
 def attention(
@@ -56,18 +57,20 @@ def attention(
     call = (arguments, options, backend, keys, modifications)
     if is_dynamo_tracing():
         return outside(attention, (*call, stream, shared_prefix_len))
-    if stream is not None:
-        with on_stream(stream, arguments.like):
-            return attention(*call, None, shared_prefix_len)
     shared = count("shared_prefix_len", shared_prefix_len)
-    if shared == 0:
-        return dispatch.attention(*call)
-    problem = _checked(arguments, options, keys, modifications, shared)
-    shared -= shared % problem.layout.page_size
-    if not _is_worthwhile(problem, shared) or not _is_sharable(problem, options, backend, call):
-        return dispatch.attention(*call)
-    out, lse = _shared(arguments, options, backend, keys, given(modifications), problem, shared)
-    return (out, lse) if options.return_lse else out
+    with on_stream(stream, arguments.like), on_stream_of_tensors(arguments.q):
+        if shared == 0:
+            return dispatch.attention(*call)
+        whole = _checked(arguments, options, keys, modifications, shared)
+        shared -= shared % whole.problem.layout.page_size
+        if not _is_worthwhile(whole.problem, shared) or not _is_sharable(
+            whole, backend, keys, shared
+        ):
+            return dispatch.attention(*call)
+        out, lse = _shared(
+            arguments, options, backend, keys, given(modifications), whole.problem, shared
+        )
+        return (out, lse) if options.return_lse else out
 
 
 def _checked(
@@ -76,8 +79,8 @@ def _checked(
     keys: int,
     modifications: Mapping[str, Any],
     shared: int,
-) -> Problem:
-    """Return the problem of the whole call, whose arguments are checked before anything is written.
+) -> WholeCall:
+    """Return the whole call, whose arguments are checked before anything is written.
 
     Raises
     ------
@@ -105,12 +108,12 @@ def _checked(
             )
     if whole.is_on_host:
         _check_tables(whole.arguments.block_table, shared, problem)
-    return problem
+    return whole
 
 
 def _check_tables(block_table: np.ndarray, shared: int, problem: Problem) -> None:
-    """Raise ValueError unless the pages of the prefix are the same in all rows of the table."""
-    pages = block_table[:, : -(-shared // problem.layout.page_size)]
+    """Raise ValueError unless the whole pages of the prefix are the same in all table rows."""
+    pages = block_table[:, : shared // problem.layout.page_size]
     for b, page in np.argwhere(pages != pages[:1])[:1].tolist():
         raise ValueError(
             f"block_table[{b}, {page}] is {pages[b, page]}, but block_table[0, {page}] is "
@@ -125,22 +128,32 @@ def _is_worthwhile(problem: Problem, shared: int) -> bool:
     return shared > 0 and (problem.batch - 1) * shared * row >= LEAST_SAVED_BYTES
 
 
-def _is_sharable(problem: Problem, options: Options, backend: str, call: tuple[Any, ...]) -> bool:
+def _is_sharable(whole: WholeCall, backend: str, keys: int, shared: int) -> bool:
     """Return whether results over the prefix and over the other keys can be merged."""
-    arguments, _, _, _, modifications = call
+    arguments, options, problem = whole.arguments, whole.options, whole.problem
     if options.batch_invariant or options.statistics or arguments.cache_batch_idx is not None:
         return False
     # A GPU would be sent the whole cache in each of the two calls.
-    if isinstance(arguments.q, np.ndarray) and runs_on_gpu(problem, options, backend):
+    if whole.is_on_host and runs_on_gpu(problem, options, backend):
         return False
     # Rotated queries would be in CuPy's memory, which a graph of PyTorch does not keep.
-    if is_torch_on_gpu(arguments.q) and arguments.rotary_cos is not None:
+    if whole.is_of_tensors and arguments.rotary_cos is not None:
         return False
-    _, mod_key, _ = with_modifications(Arguments(), modifications or {})
-    if mod_key is None:
+    key = whole.options.mod_key
+    if key is not None:
+        functions = key.score_mod, key.mask_mod
+        if key.window != Window() or set(key.names) - _SHARABLE or functions != (None, None):
+            return False
+    # Every query must see the whole prefix. On a GPU, the lengths are not known here.
+    lengths = whole.lengths
+    if lengths is None and arguments.cache_seqlens is None:
+        lengths = np.array([keys])
+    if lengths is None or not problem.batch:
         return True
-    names = given(modifications).keys() - {"window_size"}
-    return names <= _SHARABLE and mod_key.window == Window()
+    has_tree = key is not None and "tree_mask" in key.names
+    hidden = problem.seqlen_q if has_tree else (problem.seqlen_q - 1) * problem.causal
+    new = new_rows(arguments, problem) if whole.is_on_host else problem.layout.new_keys
+    return bool((lengths + new >= shared + hidden).all())
 
 
 def _shared(
@@ -153,10 +166,13 @@ def _shared(
     shared: int,
 ) -> tuple[Any, Any]:
     """Return out and lse: attend to the first `shared` keys and to the others, and merge."""
+    if backend == "auto":
+        arguments = dispatch.copy_scales_to_gpu(arguments)
     original = arguments
     convert: Callable[[Any], Any] | None = None
     if not _are_read_directly(arguments.key_arrays(options)):
         arguments, convert = normalized(arguments, tuple(arguments.written(options)))
+        arguments = type(arguments)(*map(as_cupy, arguments))
     parts, lses, out = _new_results(arguments.q, problem)
     if arguments.out is not None:
         out = arguments.out
@@ -192,7 +208,7 @@ def _calls(
         if starts is None:
             starts = xp.full(len(q), keys, np.int32) if lengths is None else lengths
         # As the append rotates the queries: they have consecutive positions, or all the first one.
-        places = starts[:, None] + xp.arange(q.shape[1]) * problem.is_local
+        places = _int32(starts)[:, None] + xp.arange(q.shape[1]) * problem.is_local
         turned = (q, arguments.rotary_cos, arguments.rotary_sin, places, options.rotary_interleaved)
         q = rotary.rotate(*turned, None)
     of_prefix = Arguments(

@@ -35,6 +35,7 @@ class CacheOptions(CacheModifications, total=False):
     cache_batch_idx: Tensor | None
     block_table: Tensor | None
     shared_prefix_len: int
+    key_indices: Tensor | None
     rotary_cos: Tensor | None
     rotary_sin: Tensor | None
     rotary_interleaved: bool
@@ -80,8 +81,8 @@ def flash_attention_with_kvcache(
     """Compute `cupy_flash.flash_attention_with_kvcache` of tensors: append to a cache, and attend.
 
     In a graph of `torch.compile`, the call is one operator that writes the caches in place. It
-    breaks the graph with `backend`, `tile`, `stream`, `return_max_logits` or `return_entropy`. The
-    call has no gradient.
+    breaks the graph with `backend`, `tile`, `stream`, `key_indices`, `return_max_logits` or
+    `return_entropy`. The call has no gradient.
 
     Parameters
     ----------
@@ -189,6 +190,7 @@ def _fits_operator(arrays: tuple[Any, ...], cache_seqlens: Any, options: Mapping
         given["backend"] == "auto"
         and given["tile"] is None
         and given["stream"] is None
+        and given["key_indices"] is None
         and not (given["return_max_logits"] or given["return_entropy"])
         and (family is None or isinstance(family, str))
         and (head_dim_v is None or is_integer(head_dim_v))

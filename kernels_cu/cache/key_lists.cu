@@ -2,7 +2,7 @@
 // the rows of its visible keys, in the order of the list. One warp per list takes 32 entries at a
 // time:
 //
-//   entries     5 -1 2 30 2      visible keys: 0 to 9
+//   entries     5 -1 2 30 2      the query may attend to keys 0 to 9
 //   ballot      1  0 1  0 1      a lane's place is the number of ones before it
 //   table       5  2 2 -1 -1     count 3
 #include "params.cuh"
@@ -10,8 +10,8 @@
 struct KeyListParams {
   const int* indices;  // (batch, queries, lists, entries); the last axis is contiguous
   int64 batch_stride, query_stride, list_stride;  // in elements; 0 along an axis of equal lists
-  // Of each query, (batch * queries): visible keys are those from `begins` to `ends`, and those
-  // before `prefixes`, which is null without prefixes.
+  // For each query, (batch * queries): it may attend to the keys j with begins <= j < ends, and to
+  // those before `prefixes`, which is null without prefixes.
   const int* begins;
   const int* ends;
   const int* prefixes;

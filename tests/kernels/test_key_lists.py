@@ -52,6 +52,8 @@ def test_block_tables_are_those_of_numpy(
         seen = np.arange(expected.rows.shape[2]) < expected.counts[..., None]
         for name, after in (("rows", -1), ("keys", 0)):
             table = getattr(found, name)
+            if table is None:
+                continue
             np.testing.assert_array_equal(table[seen], getattr(expected, name)[seen])
             assert (table[~seen] == after).all()
         compared += 1

@@ -194,8 +194,95 @@ def test_wrong_lists_of_packed_queries_are_errors() -> None:
     q, k, v, lists = arrays()
     packed = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
     ends = [0, ROWS, 2 * ROWS], [0, KEYS, 2 * KEYS], ROWS, KEYS
-    with pytest.raises(ValueError, match=r"\(total_q, heads, top_k\) = \(6, 2 or 1, n\)"):
+    with pytest.raises(ValueError, match=r"\(total_q, heads, n\) = \(6, 2 or 1, n\)"):
         flash_attention_varlen(*packed, *ends, key_indices=lists)
+
+
+def test_calls_without_queries_keys_or_sequences_are_those_without_lists(xp: Any) -> None:
+    q, k, v, lists = arrays(xp)
+    for given in (
+        (q[:, :0], k, v, lists[:, :0]),
+        (q[:0], k[:0], v[:0], lists[:0]),
+        (q, k[:, :0], v[:, :0], lists),
+        (q, k, v, lists[..., :0]),
+    ):
+        out, lse = flash_attention(*given[:3], key_indices=given[3], return_lse=True)
+        assert out.shape == given[0].shape
+        assert not on_host(out).any()
+        assert np.isneginf(on_host(lse)).all()
+    ends = [0], [0], ROWS, KEYS
+    packed = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+    out = flash_attention_varlen(*packed, *ends, key_indices=lists.reshape(-1, 1, 7))
+    assert not on_host(out).any()
+
+
+def test_new_rows_are_appended_without_queries(xp: Any) -> None:
+    q, k, v, lists = arrays(xp)
+    caches = [xp.zeros((BATCH, 30, 2, DIM)) for _ in range(2)]
+    given = {"cache_seqlens": 4, "key_indices": lists[:, :0]}
+    out = flash_attention_with_kvcache(q[:, :0], *caches, k, v, **given)
+    assert out.shape == (BATCH, 0, HEADS, DIM)
+    np.testing.assert_array_equal(on_host(caches[0][:, 4 : 4 + KEYS]), on_host(k))
+
+
+@pytest.mark.parametrize("axes", [(1, 2, 3), (2, 3), (3,), (1, 3), (1, 2), (2,)])
+@pytest.mark.parametrize("name", ["bias", "mask"])
+def test_arrays_of_packed_pairs_may_be_broadcast(
+    name: str, axes: tuple[int, ...], xp: Any, rng: np.random.Generator
+) -> None:
+    q, k, v, lists = arrays(xp)
+    packed = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+    ends = [0, ROWS, 2 * ROWS], [0, KEYS, 2 * KEYS], ROWS, KEYS
+    sizes = {1: HEADS, 2: 2 * ROWS, 3: KEYS}
+    first = min(axes)
+    shape = [sizes[axis] if axis in axes else 1 for axis in range(first, 4)]
+    array = rng.standard_normal(shape)
+    given = {name: xp.asarray(array if name == "bias" else array < 0.7)}
+    lists = lists.reshape(-1, 1, 7)
+    out, lse = flash_attention_varlen(*packed, *ends, key_indices=lists, **given, return_lse=True)
+    expected = cupy_flash.attention_varlen_reference(*packed, *ends, key_indices=lists, **given)
+    for found, right in zip((out, lse), expected, strict=True):
+        np.testing.assert_allclose(on_host(found), on_host(right), rtol=0, atol=1e-13)
+
+
+def test_indices_of_any_integer_dtype_do_not_wrap_around(xp: Any) -> None:
+    q, k, v, lists = arrays(xp)
+    expected = on_host(flash_attention(q, k, v, key_indices=lists))
+    for dtype, far in (
+        (np.int64, 2**32 + 3),
+        (np.int64, -(2**33) + 3),
+        (np.uint64, 2**64 - 1),
+        (np.uint32, 2**32 - 1),
+        (np.int8, -100),
+    ):
+        more = xp.concatenate([lists.astype(dtype), xp.full_like(lists, far, dtype)], axis=-1)
+        found = flash_attention(q, k, v, key_indices=more)
+        np.testing.assert_allclose(on_host(found), expected, rtol=0, atol=1e-15)
+
+
+def test_nothing_is_appended_if_an_argument_is_wrong() -> None:
+    q, k, v, lists = arrays()
+    read_only = np.empty_like(q)
+    read_only.flags.writeable = False
+    caches = np.zeros((2, BATCH, 30, 2, DIM))
+    for wrong, error, message in (
+        ({"out": read_only}, ValueError, "out is read-only"),
+        ({"family": "mma"}, UnsupportedError, "family 'mma' is a GPU kernel"),
+        ({"shared_prefix_len": 3}, ValueError, "pass only one of them"),
+    ):
+        given = {"cache_seqlens": 4, "key_indices": lists} | wrong
+        with pytest.raises(error, match=message):
+            flash_attention_with_kvcache(q, *caches, k, v, **given)
+        assert not caches.any()
+    strided = np.zeros((BATCH, 2, 30, 2, DIM))[:, 0]
+    with pytest.raises(ValueError, match="k_cache has strides"):
+        flash_attention_with_kvcache(q, strided, caches[1], cache_seqlens=4, key_indices=lists)
+
+
+def test_a_call_with_lists_has_no_plan() -> None:
+    q, k, v, lists = arrays()
+    with pytest.raises(UnsupportedError, match="calls with key_indices have no plan"):
+        cupy_flash.plan(flash_attention, q, k, v, key_indices=lists)
 
 
 def test_arrays_of_other_libraries_are_answered_in_kind() -> None:

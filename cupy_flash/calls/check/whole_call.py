@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupy_flash.arrays.kinds import on_torch_stream
 from cupy_flash.arrays.overlap import require_no_overlap
+from cupy_flash.arrays.torch_arrays import is_capturing, is_torch_on_gpu
 from cupy_flash.calls import dispatch
 from cupy_flash.calls.arguments import Arguments, written_arrays
 from cupy_flash.calls.check.lengths import check_contents, length_limits, require_length
 from cupy_flash.calls.check.problems import check_call
 from cupy_flash.calls.conversions import converted
+from cupy_flash.calls.host.forward import require_writable
 from cupy_flash.calls.options import Options
 from cupy_flash.problem.problem import Problem
 
@@ -24,8 +29,10 @@ class WholeCall(NamedTuple):
     ----------
     arguments, options
         NumPy or CuPy arrays, those of modifications included, and the options with their key.
-    problem, mod_arrays
-        See `CheckedCall`.
+    problem
+        Problem of the call.
+    is_of_tensors
+        Whether the caller gave tensors on a GPU.
     lengths
         Lengths of cached sequences before the append, (batch,), if they are in host memory.
     """
@@ -33,7 +40,7 @@ class WholeCall(NamedTuple):
     arguments: Arguments
     options: Options
     problem: Problem
-    mod_arrays: dict[str, Any]
+    is_of_tensors: bool
     lengths: np.ndarray | None
 
     @property
@@ -53,14 +60,30 @@ def check_whole(
         See the public function of the call.
     """
     arguments.require_given(options)
+    is_of_tensors = is_torch_on_gpu(arguments.q)
     arguments, options = dispatch.as_planned(arguments, options, modifications)
     arguments = converted(arguments, options)
-    problem, mod_arrays = check_call(arguments, options)
+    problem, _ = check_call(arguments, options)
     names, arrays = arguments.key_names(options), arguments.key_arrays(options)
     require_no_overlap(names, arrays, written_arrays(problem))
     lengths = None
     if isinstance(arguments.q, np.ndarray):
+        if arguments.out is not None:
+            require_writable("out", arguments.out)
         lengths = check_contents(arguments, options, problem, keys)
     elif options.kind == "kvcache" and arguments.cache_seqlens is None:
         require_length("cache_seqlens", keys, length_limits(arguments, problem))
-    return WholeCall(arguments, options, problem, mod_arrays, lengths)
+    return WholeCall(arguments, options, problem, is_of_tensors, lengths)
+
+
+def on_stream_of_tensors(q: Any) -> AbstractContextManager[Any]:
+    """Return a context in which CuPy uses torch's current stream, if q is a tensor on a GPU.
+
+    Otherwise CuPy's stream would wait for that of torch, which a graph of torch cannot capture.
+    """
+    return on_torch_stream("q", q) if is_torch_on_gpu(q) else contextlib.nullcontext()
+
+
+def is_capturing_tensors(q: Any) -> bool:
+    """Return whether q is a tensor on a GPU, and torch's current stream is being captured."""
+    return is_torch_on_gpu(q) and is_capturing()

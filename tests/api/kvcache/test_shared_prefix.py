@@ -158,6 +158,49 @@ def test_tensors_are_answered_in_kind(combined: list[Any]) -> None:
     np.testing.assert_array_equal(kept, out)
 
 
+@pytest.mark.parametrize(
+    ("options", "lengths", "shares"),
+    [
+        ({"causal": True}, [33, 40, 40], True),
+        ({"causal": True}, [32, 40, 40], False),
+        ({}, [32, 40, 40], True),
+        ({"tree_mask": np.array([[1, 3]] * BATCH, np.uint64)}, [34, 40, 40], True),
+        ({"tree_mask": np.array([[1, 3]] * BATCH, np.uint64)}, [33, 40, 40], False),
+    ],
+)
+def test_all_queries_attend_to_the_whole_prefix_if_it_is_shared(
+    options: dict[str, Any], lengths: list[int], shares: bool, combined: list[Any]
+) -> None:
+    given = call(cache_seqlens=np.array(lengths, np.int32), **options)
+    out = cupy_flash.flash_attention_with_kvcache(**given)
+    assert bool(combined) == shares
+    expected = cupy_flash.flash_attention_with_kvcache(**given | {"shared_prefix_len": 0})
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-14)
+
+
+def test_the_last_page_of_the_prefix_may_differ_if_it_is_not_full(combined: list[Any]) -> None:
+    given = call(shared_prefix_len=34)
+    out = cupy_flash.flash_attention_with_kvcache(**given)
+    assert combined
+    expected = cupy_flash.flash_attention_with_kvcache(**given | {"shared_prefix_len": 0})
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [np.uint64, np.int64, np.uint8])
+def test_rotary_positions_of_any_integer_dtype(dtype: Any, combined: list[Any]) -> None:
+    rng = np.random.default_rng(2)
+    k, v = rng.standard_normal((2, BATCH, 1, HEADS, DIM))
+    angles = rng.uniform(0, 6, (120, 2))
+    lengths = np.array([40, 34, 60], dtype)
+    more = {"rotary_cos": np.cos(angles), "rotary_sin": np.sin(angles), "causal": True}
+    results = []
+    for shared in (0, 32):
+        given = call(k=k, v=v, cache_seqlens=lengths, shared_prefix_len=shared, **more)
+        results.append(cupy_flash.flash_attention_with_kvcache(**given))
+    assert len(combined) == 1
+    np.testing.assert_allclose(*results, rtol=0, atol=1e-14)
+
+
 OTHER_PAGE = call()["block_table"].copy()
 OTHER_PAGE[2, 1] = 39
 
@@ -187,7 +230,13 @@ def test_wrong_arguments_are_errors(
 def test_nothing_is_appended_if_an_argument_is_wrong(combined: list[Any]) -> None:
     rng = np.random.default_rng(1)
     k, v = rng.standard_normal((2, BATCH, 1, HEADS, DIM))
-    for wrong in ({"out": np.empty((BATCH, 2, HEADS, DIM + 1))}, {"sinks": np.zeros(3)}):
+    read_only = np.empty((BATCH, 2, HEADS, DIM))
+    read_only.flags.writeable = False
+    for wrong in (
+        {"out": np.empty((BATCH, 2, HEADS, DIM + 1))},
+        {"out": read_only},
+        {"sinks": np.zeros(3)},
+    ):
         given = call(k=k, v=v, **wrong)
         before = given["k_cache"].copy()
         with pytest.raises(ValueError, match=r"out|sinks"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 import cupy_flash
@@ -13,7 +14,12 @@ from support.calls.latent_support import LATENT
 from support.comparisons import with_arrays
 
 KINDS = ("dense", "bhsd", "padded", "varlen", "paged varlen", "cache", "pages", "latent")
-DTYPES = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
+DTYPES: dict[str, Any] = {
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float32": np.float32,
+    "float64": np.float64,
+}
 
 
 class KeyListCall(NamedTuple):

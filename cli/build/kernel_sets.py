@@ -24,7 +24,7 @@ from typing import Any
 from cupy_flash.families import FAMILIES, TranslationUnit
 from cupy_flash.gpu.append import AppendSpec, append_unit
 from cupy_flash.gpu.combine import combine_unit
-from cupy_flash.gpu.key_lists import key_list_unit
+from cupy_flash.gpu.key_lists import adding_unit, key_list_unit
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import Plan, make_plan, plan_tile
 from cupy_flash.planning.problem_class import ProblemClass
@@ -146,7 +146,7 @@ def tuned_plans(device: Device) -> Iterator[Plan]:
 def other_units(*, everything: bool) -> list[TranslationUnit]:
     """Return kernels that append to a cache, that merge results, and that read lists of keys."""
     dtypes = DTYPES if everything else _COMMON_DTYPES
-    units = [key_list_unit()]
+    units = [key_list_unit(), *map(adding_unit, ("float32", "float64"))]
     for dtype, dim, page_size in itertools.product(dtypes, _COMMON_HEAD_DIMS, (0, _PAGE_SIZE)):
         units.append(append_unit(_append_spec(dtype, dim, page_size)))
         tables = dict.fromkeys((dtype, "float64" if dtype == "float64" else "float32"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from cupy_flash.calls import dispatch_backward
+from cupy_flash.calls import dispatch_backward, key_list_gradients
 from cupy_flash.calls.arguments import GradientArguments
 from cupy_flash.calls.gpu import repeated_gradients
 from cupy_flash.calls.options import Options
@@ -42,6 +42,7 @@ def flash_attention_backward(
     family: str | None = None,
     tile: TileRequest = None,
     stream: Any | None = None,
+    key_indices: Any | None = None,
     **modifications: Unpack[Modifications],
 ) -> tuple[Any, ...]:
     """Compute the gradients of `flash_attention` without storing the score matrix.
@@ -78,6 +79,9 @@ def flash_attention_backward(
         Kernel family ("hopper", "mma" or "simt") and tile to use instead of the planner's choice.
     stream : stream, optional
         Stream to run on instead of the current one, see `flash_attention`.
+    key_indices : array of integers, optional
+        Lists of the keys that each query attends to, as in the forward call. `wrt` then names only
+        q, k and v.
 
     Returns
     -------
@@ -123,6 +127,7 @@ def flash_attention_backward(
         and (grad_dtype is None and family is None and tile is None)
         and backend == "auto"
         and stream is None
+        and key_indices is None
         and not modifications
         and not is_dynamo_tracing()
     ):
@@ -144,7 +149,10 @@ def flash_attention_backward(
         grad_dtype=named_dtype(grad_dtype),
     )
     arguments = GradientArguments(q, k, v, out, dout, lse, dlse, dq, dk, dv)
-    return dispatch_backward.gradients(arguments, options, backend, modifications, stream)
+    call = (arguments, options, backend, modifications, stream)
+    if key_indices is not None:
+        return key_list_gradients.gradients(*call, key_indices)
+    return dispatch_backward.gradients(*call)
 
 
 @opaque
@@ -238,6 +246,7 @@ def flash_attention_varlen_backward(
     family: str | None = None,
     tile: TileRequest = None,
     stream: Any | None = None,
+    key_indices: Any | None = None,
     **modifications: Unpack[PackedModifications],
 ) -> tuple[Any, ...]:
     """Compute the gradients of `flash_attention_varlen` for packed queries, keys and values.
@@ -256,6 +265,9 @@ def flash_attention_varlen_backward(
         Log-sum-exp of that call, and the gradient of the log-sum-exp.
     wrt, dq, dk, dv, grad_dtype, family, tile, stream
         See `flash_attention_backward`.
+    key_indices : array of integers, optional
+        Lists of the keys that each query attends to, as in the forward call. `wrt` then names only
+        q, k and v.
 
     Returns
     -------
@@ -289,4 +301,7 @@ def flash_attention_varlen_backward(
         *(q, k, v, out, dout, lse, dlse, dq, dk, dv),
         *(cu_seqlens_q, cu_seqlens_k, seqused_k),
     )
-    return dispatch_backward.gradients(arguments, options, backend, modifications, stream)
+    call = (arguments, options, backend, modifications, stream)
+    if key_indices is not None:
+        return key_list_gradients.gradients(*call, key_indices)
+    return dispatch_backward.gradients(*call)

@@ -184,8 +184,7 @@ def _deprecated(old: str, new: str, *, is_opaque: bool = False) -> None:
 
 
 def _plan_forward(kind: str, given: dict[str, Any], arch: str | None) -> Plan:
-    if given.get("key_indices") is not None:
-        raise UnsupportedError("calls with key_indices have no plan; leave out key_indices")
+    _refuse_lists(given)
     if kind == "dense" and any(given.get(name) is not None for name in _SCALED):
         kind = "scaled"
     if kind == "kvcache":
@@ -196,7 +195,13 @@ def _plan_forward(kind: str, given: dict[str, Any], arch: str | None) -> Plan:
     return dispatch.plan(*_call(Arguments, kind, given), arch, given.get("modifications", {}))
 
 
+def _refuse_lists(given: Mapping[str, Any]) -> None:
+    if given.get("key_indices") is not None:
+        raise UnsupportedError("calls with key_indices have no plan; leave out key_indices")
+
+
 def _plan_backward(kind: str, given: dict[str, Any], arch: str | None) -> Plan:
+    _refuse_lists(given)
     modifications = given.get("modifications", {})
     if "qkv" in given:
         given |= dispatch_backward.parts_of_qkv(given["qkv"])

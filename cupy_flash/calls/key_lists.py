@@ -108,15 +108,16 @@ def attention(
                 "which does not keep CuPy's memory; capture a call of CuPy arrays"
             )
         whole = check_whole(arguments, options, keys, modifications)
-        _require_supported(whole)
+        require_supported(whole)
         convert = kinds.result_converter("q", arguments.q)
-        indices = _read_indices(key_indices, whole)
+        indices = read_indices(key_indices, whole)
         if whole.problem.batch == 0 or whole.problem.seqlen_k == 0:
             # No query attends to a key.
             return dispatch.attention(*call)
-        queries = _queries(whole, keys)
-        make = _tables_on_host if whole.is_on_host else _tables_on_gpu
-        inner = _Inner(whole, backend, keys, queries, make(whole, queries, indices), modifications)
+        queries = queries_of(whole, keys)
+        inner = _Inner(
+            whole, backend, keys, queries, tables_of(whole, queries, indices), modifications
+        )
         if whole.problem.layout.appends:
             inner.require_family()
             _append(whole, backend, keys)
@@ -133,7 +134,7 @@ def attention(
         return (out, *results) if results else out
 
 
-def _require_supported(whole: WholeCall) -> None:
+def require_supported(whole: WholeCall) -> None:
     """Raise an error for calls and modifications that lists do not support.
 
     Raises
@@ -177,7 +178,7 @@ def _require_rows(name: str, cache: Any) -> None:
         )
 
 
-def _read_indices(key_indices: Any, whole: WholeCall) -> Any:
+def read_indices(key_indices: Any, whole: WholeCall) -> Any:
     """Return the lists as integers (batch, queries of a sequence, G, K)."""
     q, problem = whole.arguments.q, whole.problem
     xp = array_module(q)
@@ -247,7 +248,7 @@ def _lengths(whole: WholeCall, keys: int) -> Any:
     return lengths.clip(0, problem.seqlen_k).astype(np.int64)
 
 
-def _queries(whole: WholeCall, keys: int) -> Queries:
+def queries_of(whole: WholeCall, keys: int) -> Queries:
     """Return the queries of a call, and what they may attend to by length and position."""
     arguments, problem = whole.arguments, whole.problem
     layout, xp = problem.layout, array_module(arguments.q)
@@ -293,6 +294,12 @@ def _queries(whole: WholeCall, keys: int) -> Queries:
             starts = caches.astype(np.int64) * problem.seqlen_k
         first_rows = starts[sequence]
     return Queries(sequence, query, position, begins, ends, prefixes, first_rows, is_owned)
+
+
+def tables_of(whole: WholeCall, queries: Queries, indices: Any) -> Tables:
+    """Return the block tables of the lists."""
+    make = _tables_on_host if whole.is_on_host else _tables_on_gpu
+    return make(whole, queries, indices)
 
 
 def _tables_on_host(whole: WholeCall, queries: Queries, indices: Any) -> Tables:
@@ -386,7 +393,7 @@ class _Inner:
         q = _rotated(whole, keys_before)
         q = q if problem.layout.packed_q else to_bshd(q, options.layout)
         self._q = reshaped(q, (len(queries.query), 1, problem.heads_q, problem.head_dim))
-        self._stored = {n: x for n, x in _stored_rows(whole).items() if x is not None}
+        self._stored = {n: x for n, x in stored_rows(whole).items() if x is not None}
         self._options = Options(
             "kvcache",
             softmax_scale=options.softmax_scale,
@@ -415,7 +422,7 @@ class _Inner:
             cache_seqlens=lengths,
             **{name: x[:, :, kv] for name, x in self._stored.items()},
         )
-        own = _modifications(self._whole, self._queries, keys, heads, self._modifications)
+        own = modifications_of(self._whole, self._queries, keys, heads, self._modifications)
         return rows, heads, own
 
     def require_family(self) -> None:
@@ -468,7 +475,7 @@ def _rotated(whole: WholeCall, keys_before: int) -> Any:
     )
 
 
-def _stored_rows(whole: WholeCall) -> dict[str, Any]:
+def stored_rows(whole: WholeCall) -> dict[str, Any]:
     """Return keys, values and scales as pages of one row, (rows, 1, heads_kv, dim)."""
     arguments, options = whole.arguments, whole.options
     names = ("k_cache", "v_cache") if options.kind == "kvcache" else ("k", "v")
@@ -502,7 +509,7 @@ def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
     return bits(array).reshape(shape).view(array.dtype)
 
 
-def _modifications(
+def modifications_of(
     whole: WholeCall, queries: Queries, keys: Any, heads: slice, modifications: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the modifications of the inner call of these heads; `keys` are those of its table."""

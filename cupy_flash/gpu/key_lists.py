@@ -1,4 +1,4 @@
-"""Block tables of lists of keys on a GPU: the host side of `kernels_cu/cache/key_lists.cu`."""
+"""Block tables and gradients of lists of keys: the host side of `kernels_cu/cache/key_lists.cu`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cupy_flash.gpu.launch import StructLaunch
 from cupy_flash.gpu.params import PackedStruct
 
 SOURCE = "cache/key_lists.cu"
-ENTRY = "compact_key_lists"
+ENTRY, ADDING_ENTRY = "compact_key_lists", "add_listed"
 _THREADS = 128
 _WARP = 32
 
@@ -30,6 +30,17 @@ KEY_LIST_DTYPE = np.dtype(
         *[(name, np.int32) for name in ("page_size", "pages")],
         *[(name, np.uint64) for name in ("table", "keys", "counts")],
         *[(name, np.int32) for name in ("queries", "lists", "entries", "rows")],
+    ],
+    align=True,
+)
+
+
+# Argument struct of the kernel that adds gradients.
+ADDED_DTYPE = np.dtype(
+    [
+        *[(name, np.uint64) for name in ("total", "parts", "order", "starts")],
+        ("rows", np.int64),
+        ("columns", np.int64),
     ],
     align=True,
 )
@@ -69,5 +80,50 @@ def compact(arrays: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
     params = PackedStruct(KEY_LIST_DTYPE, sizes, {name: name for name in arrays}, tuple(arrays))
     kernel = kernel_cache.get(key_list_unit(), {ENTRY: 0})[ENTRY]
     grid = (ceil_div(lists * _WARP, _THREADS), 1, 1)
+    launch = StructLaunch(params, kernel, grid, (_THREADS, 1, 1))
+    launch.run(tuple(array.data.ptr for array in arrays.values()))
+
+
+@functools.cache
+def adding_unit(dtype: str) -> TranslationUnit:
+    """Return the translation unit of the kernel that adds gradients of float32 or float64."""
+    lines = [
+        f"// cupy_flash gradients of listed keys, sources {source_digest(SOURCE)}",
+        f'#include "{SOURCE}"',
+        assertions(("AddedParams", ADDED_DTYPE)),
+        f'extern "C" __global__ void __launch_bounds__({_THREADS})',
+        f"{ADDING_ENTRY}(const __grid_constant__ AddedParams params) "
+        f"{{ key_lists::add<{ {'float32': 'float', 'float64': 'double'}[dtype] }>(params); }}",
+    ]
+    return TranslationUnit("\n".join(lines) + "\n", (ADDING_ENTRY,), f"gradients of lists {dtype}")
+
+
+def add_listed(total: Any, parts: Any, order: Any, starts: Any) -> None:
+    """Enqueue the kernel that adds parts to the rows of `total` in a fixed order.
+
+    Parameters
+    ----------
+    total : CuPy array, shape (rows, ...)
+        Sums, contiguous, of float32 or float64; the kernel adds to them.
+    parts : CuPy array, shape (R, K, ...)
+        Summands, contiguous, with the dtype and the last axes of `total`.
+    order : CuPy array of int64, shape (R * K,)
+        Index of each part, sorted by its row.
+    starts : CuPy array of int64, shape (rows + 1,)
+        Index in `order` of the first part of each row.
+
+    Raises
+    ------
+    CompileError
+        If the kernel does not compile.
+    """
+    arrays = {"total": total, "parts": parts, "order": order, "starts": starts}
+    rows, columns = len(total), total[0].size if len(total) else 0
+    if rows * columns == 0:
+        return
+    sizes = {"rows": rows, "columns": columns}
+    params = PackedStruct(ADDED_DTYPE, sizes, {name: name for name in arrays}, tuple(arrays))
+    kernel = kernel_cache.get(adding_unit(str(total.dtype)), {ADDING_ENTRY: 0})[ADDING_ENTRY]
+    grid = (ceil_div(rows * columns, _THREADS), 1, 1)
     launch = StructLaunch(params, kernel, grid, (_THREADS, 1, 1))
     launch.run(tuple(array.data.ptr for array in arrays.values()))

@@ -36,6 +36,7 @@ from cupy_flash.problem.gradient import OF_MOD
 from cupy_flash.reference.dense import error_bound
 from cupy_flash.reference.dropout import factors
 from cupy_flash.reference.eight_bits import widened
+from cupy_flash.reference.key_lists import dense_lists, log_counts
 from cupy_flash.reference.modifications import fitting_modifications, read_array
 from cupy_flash.reference.rows import (
     Rows,
@@ -136,6 +137,7 @@ def attention_backward_reference(
     layout: str = "bshd",
     wrt: Iterable[str] | None = None,
     stream: Any | None = None,
+    key_indices: Any | None = None,
     **modifications: Unpack[Modifications],
 ) -> tuple[Any, ...]:
     """Compute the gradients of attention in float64 by the plain formula.
@@ -162,6 +164,8 @@ def attention_backward_reference(
         differentiable. By default q, k and v, followed by every such array.
     stream : stream, optional
         Stream to run on instead of the current one, see `cupy_flash.flash_attention`.
+    key_indices : array of integers, optional
+        Lists of the keys that each query attends to, see `cupy_flash.flash_attention`.
     **modifications
         Masks and changes of scores, see `cupy_flash.Modifications`.
 
@@ -205,6 +209,7 @@ def attention_backward_reference(
             q_offset=q_offset,
             layout=layout,
             wrt=wrt,
+            key_indices=key_indices,
             **modifications,
         )
 
@@ -397,6 +402,7 @@ def dense_gradients(
     q_offset: Any = None,
     layout: str = "bshd",
     wrt: Iterable[str] | None = None,
+    key_indices: Any | None = None,
     **modifications: Unpack[Modifications],
 ) -> tuple[Any, ...]:
     """Compute gradients as `attention_backward_reference` does, with any arithmetic and output."""
@@ -425,6 +431,7 @@ def dense_gradients(
         bound_mods=bound_mods,
         arithmetic=arithmetic,
         into=gradients.parts(bhsd),
+        lists=dense_lists(array_module(q), key_indices, of_lse[2]),
     )
     return gradients.results(convert)
 
@@ -466,6 +473,7 @@ def gradient_formula(
     sequence: Pairs = FIRST_PAIR,
     arithmetic: Arithmetic,
     into: Mapping[str, Any],
+    lists: Any | None = None,
 ) -> None:
     """Add the gradients of checked (batch, heads, seqlen, dim) arrays to `into`.
 
@@ -476,6 +484,8 @@ def gradient_formula(
     into
         Accumulators by name: (batch, heads, seqlen, dim) for q, k and v; for a bias with the axes
         of the bias.
+    lists
+        Keys that each query attends to, (batch, lists, seqlen_q, n), or None.
     """
     xp, compute = array_module(q), arithmetic.compute
     size: Callable[[Any], Any] = abs if arithmetic.magnitudes else lambda x: x
@@ -486,7 +496,8 @@ def gradient_formula(
         sink = sinks[rows.head]
         with np.errstate(all="ignore"):
             x = rows.scores(q, k, scale, compute, xp)
-            p, seen, slope, lse = softmax_and_slope(xp, x, rows, bound_mods, sink)
+            counts = None if lists is None else log_counts(xp, lists, rows)
+            p, seen, slope, lse = softmax_and_slope(xp, x, rows, bound_mods, sink, counts)
             q_rows, dout_rows = (size(rows.queries(a).astype(compute)) for a in (q, dout))
             k_rows, v_rows = (size(rows.keys(a).astype(compute)) for a in (k, v))
             kept = factors(bound_mods.dropout, rows.pairs, compute, xp)

@@ -50,3 +50,17 @@ def listed(xp: Any, scores: Any, values: Any, lists: Any, rows: Rows) -> tuple[A
     keys = xp.where(is_key, own, 0)
     scores = xp.where(is_key, xp.take_along_axis(scores, keys, 1), -np.inf)
     return scores, xp.where(scores[..., None] == -np.inf, 0, values[keys])
+
+
+def log_counts(xp: Any, lists: Any, rows: Rows) -> Any:
+    """Return the logarithm of how often each query of a chunk lists each key, (rows, keys).
+
+    `lists` is as for `listed`. The keys are those before `rows.end`.
+    """
+    own = lists[rows.b, min(rows.kv_head, lists.shape[1] - 1), rows.span]
+    counts = xp.zeros((len(own), rows.end + 1), np.int64)
+    # The last column counts the entries that are no key.
+    keys = xp.where((own >= 0) & (own < rows.end), own, rows.end)
+    xp.add.at(counts, (xp.arange(len(own))[:, None], keys), 1)
+    with np.errstate(divide="ignore"):
+        return xp.log(counts[:, :-1].astype(np.float64))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cupy_flash.arrays.kinds import read, result_converter
 from cupy_flash.arrays.streams import on_stream
+from cupy_flash.arrays.strided import array_module
 from cupy_flash.opaque import opaque
 from cupy_flash.reference.gradients import (
     EXACT,
@@ -20,6 +21,7 @@ from cupy_flash.reference.gradients import (
     read_all,
     with_slopes,
 )
+from cupy_flash.reference.key_lists import packed_lists
 from cupy_flash.reference.packed import packed_modifications, packed_sequences, part_of
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ def attention_varlen_backward_reference(
     seqused_k: Any = None,
     wrt: Iterable[str] | None = None,
     stream: Any | None = None,
+    key_indices: Any | None = None,
     **modifications: Unpack[PackedModifications],
 ) -> tuple[Any, ...]:
     """Compute the gradients of attention on packed sequences in float64 by the plain formula.
@@ -61,6 +64,8 @@ def attention_varlen_backward_reference(
         See `cupy_flash.attention_varlen_reference`.
     wrt, stream
         See `cupy_flash.attention_backward_reference`.
+    key_indices : array of integers, optional
+        Lists of the keys that each query attends to, see `cupy_flash.flash_attention_varlen`.
 
     Returns
     -------
@@ -82,6 +87,7 @@ def attention_varlen_backward_reference(
             softmax_scale=softmax_scale,
             seqused_k=seqused_k,
             wrt=wrt,
+            key_indices=key_indices,
             **modifications,
         )
 
@@ -147,6 +153,7 @@ def packed_gradients(
     softmax_scale: float | None = None,
     seqused_k: Any = None,
     wrt: Iterable[str] | None = None,
+    key_indices: Any | None = None,
     **modifications: Unpack[PackedModifications],
 ) -> tuple[Any, ...]:
     """Compute the gradients of packed sequences with any arithmetic and output."""
@@ -158,6 +165,7 @@ def packed_gradients(
         changes, q, cu_seqlens_q, max_seqlen_q, max_seqlen_k, causal=causal
     )
     gradients = Gradients({"q": q, "k": k, "v": v}, changes, bound_mods, wrt, arithmetic)
+    lists = packed_lists(array_module(q), key_indices)
     for rows, keys, sequence in packed_sequences(
         *(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), seqused_k=seqused_k
     ):
@@ -172,5 +180,6 @@ def packed_gradients(
             sequence=sequence,
             arithmetic=arithmetic,
             into=gradients.parts(part),
+            lists=None if lists is None else lists[None, :, rows],
         )
     return gradients.results(convert)

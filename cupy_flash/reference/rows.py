@@ -282,9 +282,16 @@ def softmax_terms(xp: Any, scores: Any, sink: Any) -> tuple[Any, Any, Any]:
 
 
 def softmax_and_slope(
-    xp: Any, x: Any, rows: Rows, bound_mods: BoundModifications, sink: Any
+    xp: Any,
+    x: Any,
+    rows: Rows,
+    bound_mods: BoundModifications,
+    sink: Any,
+    log_counts: Any | None = None,
 ) -> tuple[Any, Any, Any | None, Any]:
     """Compute the softmax of rows of scaled scores.
+
+    `log_counts` are summands of the modified scores, if keys count more or less often than once.
 
     Returns
     -------
@@ -303,6 +310,8 @@ def softmax_and_slope(
     # A score_mod that depends on fewer indices returns a smaller array, which broadcasts.
     p[...] = changed
     mask_scores(xp, p, rows.mask, rows.pairs.row[:, 0])
+    if log_counts is not None:
+        p += log_counts.astype(p.dtype)
     seen = p != -np.inf
     lse, row_sum, _ = softmax_terms(xp, p, sink)
     return xp.where(seen, p / row_sum, 0), seen, slope, lse

@@ -1,6 +1,6 @@
-// Turns lists of keys into the block table of a cache whose pages have one row: each list becomes
-// the rows of its visible keys, in the order of the list. One warp per list takes 32 entries at a
-// time:
+// Turns lists of keys into the block table of a cache whose pages have one row, and adds the
+// gradients of listed keys. Each list becomes the rows of its visible keys, in the order of the
+// list. One warp per list takes 32 entries at a time:
 //
 //   entries     5 -1 2 30 2      the query may attend to keys 0 to 9
 //   ballot      1  0 1  0 1      a lane's place is the number of ones before it
@@ -30,7 +30,29 @@ struct KeyListParams {
   int rows;  // batch * queries
 };
 
+struct AddedParams {
+  void* total;          // (rows, columns)
+  const void* parts;    // (parts, columns)
+  const int64* order;   // index of each part, sorted by its row
+  const int64* starts;  // of each row, index in `order` of its first part; (rows + 1)
+  int64 rows;
+  int64 columns;
+};
+
 namespace key_lists {
+
+// Adds to an element of `total` the parts of its row, one after another in their order. One thread
+// per element.
+template <class T>
+__device__ inline void add(const AddedParams& p) {
+  const int64 index = int64(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (index >= p.rows * p.columns) return;
+  const int64 row = index / p.columns, column = index % p.columns;
+  const T* parts = static_cast<const T*>(p.parts) + column;
+  T sum = static_cast<T*>(p.total)[index];
+  for (int64 i = p.starts[row]; i < p.starts[row + 1]; ++i) sum += parts[p.order[i] * p.columns];
+  static_cast<T*>(p.total)[index] = sum;
+}
 
 // Returns the row of a visible key in the arrays, or -1 if the block table has no page there.
 __device__ inline int find_row(const KeyListParams& p, int query, int key) {

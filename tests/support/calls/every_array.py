@@ -210,6 +210,13 @@ REFUSED = {
     ("varlen", "seqlens_k"): "cu_seqlens_k says how long sequences are",
     ("kvcache", "seqlens_k"): "cache_seqlens says how long sequences are",
     ("kvcache", "dropout_seed"): "dropout is for training",
+    **{
+        (f"plan {name}", "key_indices"): "such calls consist of several"
+        for name in (
+            *("flash_attention", "flash_attention_varlen", "flash_attention_with_kvcache"),
+            *("flash_attention_backward", "flash_attention_varlen_backward"),
+        )
+    },
 }
 
 

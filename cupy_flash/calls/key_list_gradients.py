@@ -1,0 +1,232 @@
+"""Gradients of attention to listed keys.
+
+The keys and values of each list are gathered, a few queries at a time. Each query is then a
+sequence of a dense batch, whose gradients a backward call computes:
+
+    lists          query 0: 5 2 2          query 1: 2 9
+    gathered       k[5] k[2] k[2]          k[2] k[9]
+    its gradients  a    b    c             d    e          dk[2] = b + c + d, dk[5] = a, dk[9] = e
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cupy_flash.arrays import kinds
+from cupy_flash.arrays.streams import on_stream
+from cupy_flash.arrays.strided import array_module, as_cupy, to_bshd
+from cupy_flash.arrays.torch_arrays import count_writes
+from cupy_flash.calls import dispatch, dispatch_backward
+from cupy_flash.calls.arguments import WRITTEN_GRADIENTS, GradientArguments
+from cupy_flash.calls.check.gradients import check_gradient_call
+from cupy_flash.calls.check.whole_call import (
+    WholeCall,
+    check_whole,
+    is_capturing_tensors,
+    on_stream_of_tensors,
+)
+from cupy_flash.calls.conversions import converted
+from cupy_flash.calls.key_lists import (
+    Queries,
+    Tables,
+    bits,
+    modifications_of,
+    queries_of,
+    read_indices,
+    require_supported,
+    reshaped,
+    stored_rows,
+    tables_of,
+)
+from cupy_flash.calls.options import Options
+from cupy_flash.errors import UnsupportedError
+from cupy_flash.gpu import key_lists
+from cupy_flash.opaque import is_dynamo_tracing, outside
+from cupy_flash.problem.gradient import ROWS
+
+# Largest size in bytes of the gathered keys of a backward call, and of their gradients.
+_CHUNK_BYTES = 256 << 20
+
+
+def gradients(
+    arguments: GradientArguments,
+    options: Options,
+    backend: str,
+    modifications: Mapping[str, Any],
+    stream: Any | None,
+    key_indices: Any,
+) -> tuple[Any, ...]:
+    """Return the gradients of a call whose queries attend to listed keys.
+
+    `dispatch_backward.gradients` describes the other arguments.
+    """
+    call = (arguments, options, backend, modifications)
+    if is_dynamo_tracing():
+        return outside(gradients, (*call, stream, key_indices))
+    assert options.wrt is not None
+    if others := [name for name in options.wrt if name not in ROWS]:
+        raise UnsupportedError(
+            f"wrt names {others[0]!r}; with key_indices expected some of {', '.join(ROWS)}"
+        )
+    with on_stream(stream, arguments.like), on_stream_of_tensors(arguments.q):
+        if is_capturing_tensors(arguments.q):
+            raise UnsupportedError(
+                "gradients of tensors with key_indices cannot be captured in a CUDA graph of "
+                "PyTorch, which does not keep CuPy's memory"
+            )
+        given, plain = dispatch.as_planned(arguments, options, modifications)
+        given = converted(given, plain)
+        check_gradient_call(given, plain)
+        forward = arguments.forward._replace(out=None)
+        whole = check_whole(forward, options._replace(wrt=None), 0, modifications)
+        require_supported(whole)
+        indices = read_indices(key_indices, whole)
+        if whole.problem.batch == 0 or whole.problem.seqlen_k == 0:
+            return dispatch_backward.gradients(*call)
+        queries = queries_of(whole, 0)
+        tables = tables_of(whole, queries, indices)
+        found = _Passes(whole, given, options, backend, queries, tables, modifications).compute()
+        convert = kinds.result_converter("q", arguments.q)
+        results = []
+        for name in options.wrt:
+            target = getattr(arguments, f"d{name}")
+            if target is None:
+                results.append(convert(found[name]))
+            else:
+                as_cupy(getattr(given, f"d{name}"))[...] = found[name]
+                convert(found[name])
+                results.append(target)
+        count_writes(*(getattr(arguments, name) for name in WRITTEN_GRADIENTS))
+        return tuple(results)
+
+
+class _Passes:
+    """Backward calls over gathered keys, some queries at a time.
+
+    Parameters
+    ----------
+    whole, given
+        The forward call of the user, and its backward arrays, as NumPy or CuPy arrays.
+    options, backend, modifications
+        Options of the backward call, its backend, and the modifications of the user.
+    queries, tables
+        Queries of the call, and the block tables of their lists.
+    """
+
+    def __init__(
+        self,
+        whole: WholeCall,
+        given: GradientArguments,
+        options: Options,
+        backend: str,
+        queries: Queries,
+        tables: Tables,
+        modifications: Mapping[str, Any],
+    ) -> None:
+        assert options.wrt is not None
+        problem = whole.problem
+        self._whole, self._options, self._backend = whole, options, backend
+        self._queries, self._tables, self._modifications = queries, tables, modifications or {}
+        self._stored = stored_rows(whole)
+        rows, heads = len(queries.query), problem.heads_q
+        packed = problem.layout.packed_q
+        self._rows = {
+            name: reshaped(
+                x if packed else to_bshd(x, options.layout), (rows, 1, heads, x.shape[-1])
+            )
+            for name in ("q", "out", "dout")
+            if (x := getattr(given, name)) is not None
+        }
+        for name in ("lse", "dlse"):
+            if (x := getattr(given, name)) is not None:
+                # (heads, total_q), or (batch, heads, seqlen_q).
+                x = x.T if packed else x.swapaxes(1, 2)
+                self._rows[name] = x.reshape(rows, heads, 1)
+
+    def compute(self) -> dict[str, Any]:
+        """Return the requested gradients by name, with the axes of the call."""
+        whole, options, tables = self._whole, self._options, self._tables
+        problem, xp = whole.problem, array_module(self._rows["q"])
+        assert options.wrt is not None
+        total = np.dtype(np.float64 if problem.dtype == "float64" else np.float32)
+        found = {"q": xp.zeros(self._rows["q"].shape, total)}
+        for name in ("k", "v"):
+            found[name] = xp.zeros(self._stored[f"{name}_cache"].shape, total)
+        entries = tables.rows.shape[2]
+        dims = problem.head_dim + problem.head_dim_v
+        each = entries * problem.heads_kv * dims * total.itemsize
+        step = max(1, _CHUNK_BYTES // max(1, each))
+        lists = len(tables.rows)
+        for first in range(0, len(self._rows["q"]) if entries else 0, step):
+            span = slice(first, first + step)
+            for group in range(lists):
+                counts = (n // lists for n in (problem.heads_q, problem.heads_kv))
+                heads, kv = (slice(group * n, (group + 1) * n) for n in counts)
+                gradients = self._of_rows(span, group, heads, kv)
+                table, lengths = tables.rows[group, span], tables.counts[group, span]
+                for name, gradient in gradients.items():
+                    if name == "q":
+                        found[name][span, :, heads] = gradient
+                    else:
+                        _add(found[name][:, 0, kv], table, lengths, gradient)
+        dtype = total if options.grad_dtype else self._rows["q"].dtype
+        return {name: self._shaped(name, found[name].astype(dtype)) for name in options.wrt}
+
+    def _of_rows(self, span: slice, group: int, heads: slice, kv: slice) -> dict[str, Any]:
+        """Return the gradients of some queries, and of the keys and values gathered for them."""
+        whole, options, tables = self._whole, self._options, self._tables
+        xp = array_module(self._rows["q"])
+        table, lengths = tables.rows[group, span], tables.counts[group, span]
+        places = xp.where(xp.arange(table.shape[1]) < lengths[:, None], table, 0)
+        gathered = {}
+        for name in ("k", "v"):
+            stored = self._stored[f"{name}_cache"][:, 0, kv]
+            gathered[name] = bits(stored)[places].view(stored.dtype)
+        rows = {name: x[span][..., heads, :] for name, x in self._rows.items()}
+        queries = Queries(*(None if x is None else x[span] for x in self._queries))
+        keys = None if tables.keys is None else tables.keys[group, span]
+        own = modifications_of(whole, queries, keys, heads, self._modifications)
+        own.pop("sinks", None)
+        inner = Options(
+            "dense",
+            softmax_scale=options.softmax_scale,
+            return_lse=True,
+            family=options.family,
+            tile=options.tile,
+            wrt=options.wrt,
+            grad_dtype=None if self._rows["q"].dtype.itemsize > 2 else "float32",
+        )
+        arguments = GradientArguments(**rows, **gathered)
+        own["seqlens_k"] = lengths
+        results = dispatch_backward.gradients(arguments, inner, self._backend, own)
+        assert options.wrt is not None
+        return dict(zip(options.wrt, results, strict=True))
+
+    def _shaped(self, name: str, gradient: Any) -> Any:
+        """Return a gradient with the axes of its input."""
+        like = getattr(self._whole.arguments, name)
+        if self._whole.problem.layout.packed_q or self._options.layout == "bshd":
+            return gradient.reshape(like.shape)
+        return gradient.reshape(to_bshd(like, "bhsd").shape).swapaxes(1, 2)
+
+
+def _add(total: Any, table: Any, lengths: Any, parts: Any) -> None:
+    """Add gradients of gathered rows (R, K, heads, dim) to those of all rows, in a fixed order.
+
+    `table` (R, K) holds the row of each part; only the first `lengths` of each query count.
+    """
+    xp = array_module(table)
+    is_part = xp.arange(table.shape[1]) < lengths[:, None]
+    if isinstance(total, np.ndarray):
+        np.add.at(total, table[is_part], parts[is_part])
+        return
+    rows = xp.where(is_part, table, len(total)).ravel().astype(np.int64)
+    # Distinct numbers, so that any sort gives the same order.
+    order = xp.argsort(rows * rows.size + xp.arange(rows.size))
+    starts = xp.searchsorted(rows[order], xp.arange(len(total) + 1))
+    own = xp.ascontiguousarray(total)
+    key_lists.add_listed(own, xp.ascontiguousarray(parts), order, starts)
+    total[...] = own

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from cupy_flash.arrays import kinds
+from cupy_flash.arrays.numpy_errors import ignore_fp_errors
 from cupy_flash.arrays.streams import on_stream
 from cupy_flash.arrays.strided import array_module, as_cupy, to_bshd
 from cupy_flash.arrays.torch_arrays import count_writes
@@ -146,6 +147,7 @@ class _Passes:
                 x = x.T if packed else x.swapaxes(1, 2)
                 self._rows[name] = x.reshape(rows, heads, 1)
 
+    @ignore_fp_errors
     def compute(self) -> dict[str, Any]:
         """Return the requested gradients by name, with the axes of the call."""
         whole, options, tables = self._whole, self._options, self._tables

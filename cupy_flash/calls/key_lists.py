@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupy_flash.arrays import kinds
+from cupy_flash.arrays.numpy_errors import ignore_fp_errors
 from cupy_flash.arrays.streams import on_stream
 from cupy_flash.arrays.strided import array_module, as_cupy, to_bshd
 from cupy_flash.arrays.torch_arrays import count_writes
@@ -509,6 +510,7 @@ def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
     return bits(array).reshape(shape).view(array.dtype)
 
 
+@ignore_fp_errors
 def modifications_of(
     whole: WholeCall, queries: Queries, keys: Any, heads: slice, modifications: Mapping[str, Any]
 ) -> dict[str, Any]:

@@ -540,7 +540,7 @@ def test_a_number_as_a_scale_is_filled_into_new_memory_in_each_call(gpu, library
     shape = (3, 1, 6, 64)
     q = Tensor(gpu, shape, "float16") if library == "torch" else gpu.array(*shape)
     given = [Arguments(q=q, k_scale=scale, v_scale=1) for scale in (0.5, 0.5, 2.0)]
-    placed = map(dispatch._copy_scales_to_gpu, given)
+    placed = map(dispatch.copy_scales_to_gpu, given)
     scales = [array for each in placed for array in (each.k_scale, each.v_scale)]
     assert [array.filled for array in scales] == [0.5, 1, 0.5, 1, 2, 1]
     assert {(type(x), x.shape, str(x.dtype)) for x in scales} == {(type(q), (), "float32")}

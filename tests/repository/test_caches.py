@@ -17,6 +17,7 @@ FEW = {
     "_parts_of_file": "files of the package",
     "_syntax": "files of the package",
     "_warn_of_cache": "folders of kernels",
+    "adding_unit": "dtypes of sums",
     "compute_dtype": "dtypes that attention is computed in",
     "digest": "backends on the CPU",
     "device_for_id": "GPUs",

@@ -11,7 +11,6 @@ they alternate, and the times are medians. The script needs a GPU and PyTorch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,15 +18,15 @@ from typing import Any, NamedTuple
 import click
 import cupy
 import torch
+from graph_times import graph_of, medians, write
 
 import cupy_flash
-from cupy_flash.cli.measure.timing import GpuTimer, Timed, replayed, spread
+from cupy_flash.cli.measure.timing import GpuTimer
 from cupy_flash.cli.records.environment import metadata
 from cupy_flash.families import FAMILIES
 from cupy_flash.gpu.environment import device_for_id
 
 _PAGE, _ENTRIES, _KEYS = 64, 2048, 32768
-_WARMUP, _REPEATS = 2, 15
 
 
 class Shape(NamedTuple):
@@ -112,18 +111,11 @@ def measure(timer: GpuTimer, shape: Shape) -> dict[str, Any]:
         "lists": lists,
         "copy": lambda: cupy.copyto(to, from_),
     }
-    timed = []
-    for call in calls.values():
-        call()
-        graph = replayed(Timed(call))
-        assert graph is not None
-        timed.append(graph)
-    times = timer.interleaved(timed, _WARMUP, [_REPEATS] * len(timed))
-    medians = {name: spread(found).median for name, found in zip(calls, times, strict=True)}
-    row |= {f"{name} us": round(1000 * median, 2) for name, median in medians.items()}
-    row["TFLOP/s"] = round(shape.flops / medians["lists"] / 1e9, 1)
+    found_times = medians(timer, {name: graph_of(call) for name, call in calls.items()})
+    row |= {f"{name} us": round(1000 * median, 2) for name, median in found_times.items()}
+    row["TFLOP/s"] = round(shape.flops / found_times["lists"] / 1e9, 1)
     # A copy reads and writes.
-    row["share of the copy's rate"] = round(medians["copy"] / 2 / medians["lists"], 3)
+    row["share of the copy's rate"] = round(found_times["copy"] / 2 / found_times["lists"], 3)
     return row
 
 
@@ -140,10 +132,7 @@ def main(output: Path) -> None:
     }
     timer = GpuTimer()
     rows = [measure(timer, shape) for shape in _SHAPES]
-    record = {"metadata": environment, "rows": rows}
-    output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    for row in rows:
-        click.echo(json.dumps(row))
+    write(output, environment, rows)
 
 
 if __name__ == "__main__":

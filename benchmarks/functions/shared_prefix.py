@@ -11,7 +11,6 @@ host. The script needs a GPU and PyTorch.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,15 +19,15 @@ from typing import Any
 import click
 import cupy
 import torch
+from graph_times import graph_of, medians, write
 
 import cupy_flash
-from cupy_flash.cli.measure.timing import GpuTimer, Timed, replayed, spread
+from cupy_flash.cli.measure.timing import GpuTimer, spread
 from cupy_flash.cli.records.environment import metadata
 from cupy_flash.families import FAMILIES
 from cupy_flash.gpu.environment import device_for_id
 
 _PAGE, _HEAD_DIM = 64, 128
-_WARMUP, _REPEATS = 2, 15
 # Batch, keys of the prefix, other keys of each sequence, query heads and KV heads.
 _SHAPES = (
     (64, 8192, 256, 32, 8),
@@ -77,16 +76,9 @@ def measure(
     difference = max(float((x - dense).abs().max()) for x in (plain, shared))
     row: dict[str, Any] = {"batch": batch, "prefix": prefix, "own": own, "heads": heads}
     row |= {"kv heads": heads_kv, "largest difference from dense": difference}
-    timed = []
-    for call in calls.values():
-        call()
-        graph = replayed(Timed(call))
-        assert graph is not None
-        timed.append(graph)
-    times = timer.interleaved(timed, _WARMUP, [_REPEATS] * len(timed))
-    medians = {name: spread(found).median for name, found in zip(calls, times, strict=True)}
-    row |= {f"{name} us": round(1000 * median, 2) for name, median in medians.items()}
-    row["times as fast"] = round(medians["plain"] / medians["shared"], 2)
+    found_times = medians(timer, {name: graph_of(call) for name, call in calls.items()})
+    row |= {f"{name} us": round(1000 * median, 2) for name, median in found_times.items()}
+    row["times as fast"] = round(found_times["plain"] / found_times["shared"], 2)
     return row | {f"{name} eager us": round(host_time(call), 1) for name, call in calls.items()}
 
 
@@ -113,10 +105,7 @@ def main(output: Path) -> None:
     }
     timer = GpuTimer()
     rows = [measure(timer, *shape) for shape in _SHAPES]
-    record = {"metadata": environment, "rows": rows}
-    output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    for row in rows:
-        click.echo(json.dumps(row))
+    write(output, environment, rows)
 
 
 if __name__ == "__main__":

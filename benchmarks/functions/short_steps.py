@@ -11,22 +11,22 @@ script needs a GPU and PyTorch.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import click
 import cupy
 import torch
+from graph_times import graph_of, medians, write
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cupy_flash
-from cupy_flash.cli.measure.timing import GpuTimer, Timed, replayed, spread
+from cupy_flash.cli.measure.timing import GpuTimer, Timed
 from cupy_flash.cli.records.environment import metadata
 from cupy_flash.families import FAMILIES
 from cupy_flash.gpu.environment import device_for_id
 
-_HEAD_DIM, _WARMUP, _REPEATS = 128, 3, 31
+_HEAD_DIM = 128
 # Batch, keys with the new one, query heads and KV heads.
 _SHAPES = tuple(
     (batch, keys, *heads)
@@ -86,20 +86,16 @@ def measure(timer: GpuTimer, batch: int, keys: int, heads: int, heads_kv: int) -
     def step() -> Any:
         return cupy_flash.flash_attention_with_kvcache(*ours, cache_seqlens=lengths)
 
-    step()
-    replay = replayed(Timed(step))
-    assert replay is not None
-    graphs = {"cupy_flash": replay}
+    graphs = {"cupy_flash": graph_of(step)}
     for name, backend in _BACKENDS.items():
         found = torch_step(backend, arrays, place)
         if found is not None:
             graphs[name] = found
-    times = timer.interleaved(list(graphs.values()), _WARMUP, [_REPEATS] * len(graphs))
-    medians = {name: spread(x).median for name, x in zip(graphs, times, strict=True)}
+    found_times = medians(timer, graphs)
     row: dict[str, Any] = {"batch": batch, "keys": keys, "heads": heads, "kv heads": heads_kv}
-    row |= {f"{name} us": round(1000 * x, 2) for name, x in medians.items()}
-    best = min(x for name, x in medians.items() if name != "cupy_flash")
-    return row | {"times as fast as the best": round(best / medians["cupy_flash"], 2)}
+    row |= {f"{name} us": round(1000 * x, 2) for name, x in found_times.items()}
+    best = min(x for name, x in found_times.items() if name != "cupy_flash")
+    return row | {"times as fast as the best": round(best / found_times["cupy_flash"], 2)}
 
 
 @click.command()
@@ -113,10 +109,7 @@ def main(output: Path) -> None:
     }
     timer = GpuTimer()
     rows = [measure(timer, *shape) for shape in _SHAPES]
-    record = {"metadata": environment, "rows": rows}
-    output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    for row in rows:
-        click.echo(json.dumps(row))
+    write(output, environment, rows)
 
 
 if __name__ == "__main__":

@@ -95,9 +95,9 @@ def flash_attention_with_kvcache(
     shared_prefix_len : int
         Number of keys with which all sequences begin, in the same pages: the first entries of all
         rows of block_table are equal. These keys are then read once for all sequences, see
-        docs/guide/inference.md. Each sequence has at least so many keys. After an append, at least
-        seqlen_q - 1 keys follow them in a causal call, and seqlen_q with a tree_mask. On a GPU,
-        results of a sequence without these keys or pages are undefined. 0 shares nothing.
+        docs/guide/inference.md. Each sequence has at least shared_prefix_len keys. After an append,
+        at least seqlen_q - 1 keys follow them in a causal call, and seqlen_q with a tree_mask. On a
+        GPU, results of a sequence without these keys or pages are undefined. 0 shares nothing.
     key_indices : array of integers, (batch, seqlen_q or 1, heads_kv or 1, n), optional
         Lists of the keys that each query attends to: indices in its sequence, with -1 for entries
         that count for nothing. A key that is listed twice counts twice. Masks by position, lengths

@@ -97,7 +97,7 @@ def gradients(
             if target is None:
                 results.append(convert(found[name]))
             else:
-                as_cupy(getattr(given, f"d{name}"))[...] = found[name]
+                bits(as_cupy(getattr(given, f"d{name}")))[...] = bits(found[name])
                 convert(found[name])
                 results.append(target)
         count_writes(*(getattr(arguments, name) for name in WRITTEN_GRADIENTS))

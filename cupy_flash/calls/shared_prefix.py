@@ -23,8 +23,8 @@ from cupy_flash.opaque import is_dynamo_tracing, outside
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.values import count
 
-# The prefix is computed once if this saves reading so many bytes of keys and values. A GPU reads
-# them in about 10 us, the time of the additional launches.
+# The prefix is computed once if this saves reading at least this number of bytes. A GPU reads them
+# in about 10 us, the time of the additional launches.
 LEAST_SAVED_BYTES = 32 << 20
 # Arrays of modifications that do not depend on the position of a key. The tree mask concerns only
 # the last keys of a sequence, which are no part of a prefix.

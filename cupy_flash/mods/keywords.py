@@ -26,7 +26,7 @@ class Modifications(TypedDict, total=False):
     as float32 are float64 if q is float64. Lengths may be lists, or of another integer dtype: each
     call then copies them.
 
-    Parameters
+    Attributes
     ----------
     window_size : (int or None, int or None)
         (left, right): query i attends only to the keys p - left <= j <= p + right. None or -1 is no
@@ -87,7 +87,7 @@ class Modifications(TypedDict, total=False):
 class SequenceModifications(Modifications, total=False):
     """Modifications of packed sequences and of KV caches; see docs/guide/masks.md.
 
-    Parameters
+    Attributes
     ----------
     q_offset : int32 array, (batch,)
         Position of the first query of each sequence among its keys, at most 2^30 - 2^10 from 0. By
@@ -100,7 +100,7 @@ class SequenceModifications(Modifications, total=False):
 class PackedModifications(SequenceModifications, total=False):
     """Modifications of packed sequences; see docs/guide/masks.md.
 
-    Parameters
+    Attributes
     ----------
     seqused_q : int32 array, (batch,)
         Number of queries of each sequence that are used. Rows after them attend to no key: their
@@ -114,7 +114,7 @@ class PackedModifications(SequenceModifications, total=False):
 class CacheModifications(SequenceModifications, total=False):
     """Modifications of a call on a KV cache; see docs/guide/masks.md.
 
-    Parameters
+    Attributes
     ----------
     cache_leftpad : int32 array, (batch,)
         Number of leading rows of each sequence's cache that are padding, which no query attends to.

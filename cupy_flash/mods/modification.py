@@ -67,7 +67,7 @@ class ScoreMod(Modification):
     Examples
     --------
     >>> import numpy as np
-    >>> from cupy_flash.mods.modification import ScoreMod
+    >>> from cupy_flash import ScoreMod
     >>> softcap = ScoreMod(lambda score: 30 * np.tanh(score / 30))
     >>> slopes = np.array([0.5, 0.25], np.float32)
     >>> alibi = ScoreMod(
@@ -254,7 +254,7 @@ class MaskMod(Modification):
     Examples
     --------
     >>> import numpy as np
-    >>> from cupy_flash.mods.modification import MaskMod
+    >>> from cupy_flash import MaskMod
     >>> document = np.array([[0, 0, 1, 1]], np.int32)
     >>> same = MaskMod(
     ...     lambda b, i, j, document: (document[b, i] == document[b, j]) & (j <= i),

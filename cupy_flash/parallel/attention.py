@@ -173,8 +173,8 @@ def flash_attention_backward(
     ----------
     dout : array, shape (batch, tokens, heads_q, head_dim_v)
         Gradient of this rank's output.
-    q, k, v, group, **options
-        Arguments of the call of `flash_attention` to differentiate.
+    q, k, v, group
+        Arguments of the call of `flash_attention` to differentiate, with its keyword arguments.
     out, lse : arrays
         Results of that call.
 

@@ -1,0 +1,92 @@
+"""Hooks of MkDocs: pages of files above docs/, and links to files that are no pages."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mkdocs.structure.files import File
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+# Files of the checkout above docs/ that are pages of the site, with the paths of these pages.
+PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+SOURCES = {page: source for source, page in PAGES.items()}
+
+FENCE = re.compile(r"^(?: *)```.*?^ *```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+# Name of a page in the text of a docstring, where no link would be readable in a terminal.
+MENTION = re.compile(r"(?<![\w/\">])docs/([\w/]+\.md)(?!\w|</a>)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages whose files are above docs/."""
+    for source, page in PAGES.items():
+        files.append(File.generated(config, page, abs_src_path=str(CHECKOUT / source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Return a page whose links lead to pages of the site, or to the URL of the sources."""
+    here = page.file.src_uri
+    base: str = config.extra["source_url"]
+
+    def link(match: re.Match[str]) -> str:
+        text, target, anchor = match[1], match[2], match[3] or ""
+        if ":" in target:
+            return match[0]
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source_of(here)), target))
+        if site_page := page_of(path):
+            return f"[{text}]({posixpath.relpath(site_page, posixpath.dirname(here))}{anchor})"
+        if path.startswith("docs/") or not (CHECKOUT / path).exists():
+            # MkDocs checks this link.
+            return match[0]
+        if base:
+            return f"[{text}]({base.rstrip('/')}/{path}{anchor})"
+        is_name = path.endswith(text.strip("`"))
+        return f"`{path}`" if is_name else f"{text} (`{path}`)"
+
+    parts, end = [], 0
+    for fence in FENCE.finditer(markdown):
+        parts += [LINK.sub(link, markdown[end : fence.start()]), fence[0]]
+        end = fence.end()
+    return "".join([*parts, LINK.sub(link, markdown[end:])])
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Return a page with what the generators of the reference leave to be mended.
+
+    On pages of the API, docstrings link to the pages that they name. The table of options has no
+    default for an option without one, where mkdocs-click shows click's mark of a missing value.
+    """
+    if page.file.src_uri == "reference/commands.md":
+        return re.sub(r"<code>Sentinel\.UNSET</code>", "", html)
+    if not page.file.src_uri.startswith("reference/api/"):
+        return html
+
+    def link(match: re.Match[str]) -> str:
+        target = files.get_file_from_path(match[1])
+        if target is None:
+            raise FileNotFoundError(f"a docstring on {page.file.src_uri} names {match[0]}")
+        return f'<a href="{target.url_relative_to(page.file)}">{match[0]}</a>'
+
+    return MENTION.sub(link, html)
+
+
+def source_of(page: str) -> str:
+    """Return the path of a page's file in the checkout."""
+    return SOURCES.get(page, f"docs/{page}")
+
+
+def page_of(path: str) -> str | None:
+    """Return the path of the page that shows a file of the checkout, or None if there is none."""
+    if path in PAGES:
+        return PAGES[path]
+    is_page = path.startswith("docs/") and path.endswith(".md")
+    return path.removeprefix("docs/") if is_page else None

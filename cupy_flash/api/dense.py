@@ -93,7 +93,7 @@ def flash_attention(
     key_indices : array of integers, (batch, seqlen_q or 1, heads_kv or 1, n), optional
         Lists of the keys that each query attends to: indices in its sequence, with -1 for entries
         that count for nothing. A key that is listed twice counts twice. Masks by position, lengths
-        and arrays hide listed keys. See docs/guide/inference.md.
+        and arrays hide listed keys. See docs/guide/key_lists.md.
     q_scale, k_scale, v_scale : number or float32 array, optional
         Scales of float8 inputs: q, k and v are multiplied by them. They broadcast to (batch, 1,
         heads), whatever the layout: one for all, one per head, or one per head and sequence.
@@ -115,7 +115,7 @@ def flash_attention(
         return_max_logits. Dtype of lse. It is -inf for a fully masked row, and NaN if lse is NaN.
     entropy : array, shape (batch, heads_q, seqlen_q)
         Entropy of each row's weights, -sum(w * log(w)) over the keys, only with return_entropy.
-        Dtype of lse. It is 0 for a fully masked row. See docs/guide/usage.md for sinks.
+        Dtype of lse. It is 0 for a fully masked row. See docs/guide/weights.md for sinks.
 
     Raises
     ------

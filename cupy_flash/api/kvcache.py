@@ -95,13 +95,13 @@ def flash_attention_with_kvcache(
     shared_prefix_len : int
         Number of keys with which all sequences begin, in the same pages: the first entries of all
         rows of block_table are equal. These keys are then read once for all sequences, see
-        docs/guide/inference.md. Each sequence has at least shared_prefix_len keys. After an append,
+        docs/guide/key_lists.md. Each sequence has at least shared_prefix_len keys. After an append,
         at least seqlen_q - 1 keys follow them in a causal call, and seqlen_q with a tree_mask. On a
         GPU, results of a sequence without these keys or pages are undefined. 0 shares nothing.
     key_indices : array of integers, (batch, seqlen_q or 1, heads_kv or 1, n), optional
         Lists of the keys that each query attends to: indices in its sequence, with -1 for entries
         that count for nothing. A key that is listed twice counts twice. Masks by position, lengths
-        and arrays hide listed keys. See docs/guide/inference.md.
+        and arrays hide listed keys. See docs/guide/key_lists.md.
     rotary_cos, rotary_sin : arrays, shape (seqlen_ro, rotary_dim / 2), optional
         Cosine and sine of the angles of a rotary embedding at each position (Su et al., 2021), of
         q's dtype or float32, for float64 inputs float64. The first rotary_dim columns are rotated.
@@ -176,7 +176,7 @@ def flash_attention_with_kvcache(
         return_max_logits. Dtype of lse. It is -inf for a fully masked row, and NaN if lse is NaN.
     entropy : array, shape (batch, heads_q, seqlen_q)
         Entropy of each row's weights, -sum(w * log(w)) over the keys, only with return_entropy.
-        Dtype of lse. It is 0 for a fully masked row. See docs/guide/usage.md for sinks.
+        Dtype of lse. It is 0 for a fully masked row. See docs/guide/weights.md for sinks.
 
     Raises
     ------

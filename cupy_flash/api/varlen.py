@@ -116,7 +116,7 @@ def flash_attention_varlen(
     key_indices : array of integers, (total_q, heads_kv or 1, n), optional
         Lists of the keys that each query attends to: indices in its sequence, with -1 for entries
         that count for nothing. A key that is listed twice counts twice. Masks by position, lengths
-        and arrays hide listed keys. See docs/guide/inference.md.
+        and arrays hide listed keys. See docs/guide/key_lists.md.
     **modifications
         Masks and changes of scores, see `Modifications`.
 
@@ -133,7 +133,7 @@ def flash_attention_varlen(
         return_max_logits. Dtype of lse. It is -inf for a fully masked row, and NaN if lse is NaN.
     entropy : array, shape (heads_q, total_q)
         Entropy of each row's weights, -sum(w * log(w)) over the keys, only with return_entropy.
-        Dtype of lse. It is 0 for a fully masked row. See docs/guide/usage.md for sinks.
+        Dtype of lse. It is 0 for a fully masked row. See docs/guide/weights.md for sinks.
 
     Raises
     ------

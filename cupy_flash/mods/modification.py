@@ -36,7 +36,7 @@ class ScoreMod(Modification):
         the following, by name: ``b``, the sequence; ``h``, the query head; ``i``, the position of
         the query among the keys, which is its row plus ``q_offset``; ``j``, the key; ``q_start``
         and ``k_start``, the rows at which a packed sequence begins in q and in k; and the captures.
-        Integers have 32 bits and wrap; docs/guide/masks.md defines each operation.
+        Integers have 32 bits and wrap; docs/guide/functions.md defines each operation.
     cuda
         Body of a CUDA C++ function with the same parameters, which kernels use instead. ``Real`` is
         its number type, and a captured array is called to read an element: ``table(h, i - j)``. It

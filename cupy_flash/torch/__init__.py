@@ -9,7 +9,7 @@ return_lse, from lse; numbers and lists are constants.
 those in `cupy_flash` do. Unsupported derivatives, such as third derivatives, raise an error.
 
 The functions may be transformed by `torch.func.grad`, `vjp` and `vmap`, cast under `torch.autocast`
-and take nested tensors with the jagged layout; see docs/guide/gradients.md.
+and take nested tensors with the jagged layout; see docs/guide/torch.md.
 
 Under `torch.compile` a call becomes an operator in the graph, such as `cupy_flash::attention`; see
 docs/guide/torch_compile.md.

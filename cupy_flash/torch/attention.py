@@ -68,7 +68,7 @@ def flash_attention(
         See `cupy_flash.flash_attention`. q, k and v may be nested tensors with the jagged layout,
         whose seqlen is ragged; a bias, a mask, a tree_mask and seqlens_k then raise ValueError.
         dropout_seed may be missing: each call then draws one from PyTorch's default generator, see
-        docs/guide/gradients.md.
+        docs/guide/torch.md.
 
     Returns
     -------

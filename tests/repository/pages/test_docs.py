@@ -86,6 +86,15 @@ def test_kernel_sources_that_comments_name_exist() -> None:
     assert found == {}
 
 
+def test_no_page_of_the_guide_is_longer_than_300_lines() -> None:
+    lengths = {
+        page_id(page): len(page.read_text(encoding="utf-8").splitlines())
+        for page in PAGES
+        if page_id(page).startswith("docs/guide/")
+    }
+    assert {name: length for name, length in lengths.items() if length > 300} == {}
+
+
 # Arrays in PyTorch's axis order are a common mistake, so introductions must state the order.
 AXES, REMEDY = "(batch, seqlen, heads, head_dim)", 'layout="bhsd"'
 OF_TORCH = "(batch, heads, seqlen, head_dim)"

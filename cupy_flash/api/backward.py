@@ -201,6 +201,16 @@ def flash_attention_qkvpacked_backward(
     ------
     TypeError, ValueError
         See `flash_attention_backward`; also if qkv or dqkv has another shape.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupy_flash import flash_attention_qkvpacked, flash_attention_qkvpacked_backward
+    >>> qkv = np.ones((1, 4, 3, 2, 8), np.float32)
+    >>> out, lse = flash_attention_qkvpacked(qkv, return_lse=True)
+    >>> dqkv = flash_attention_qkvpacked_backward(np.ones_like(out), qkv, out, lse)
+    >>> dqkv[0, 0, :, 0, 0]
+    array([0., 0., 1.], dtype=float32)
     """
     names = dispatch_backward.wanted_of_qkv(wrt, modifications)
     options = Options(
@@ -284,6 +294,20 @@ def flash_attention_varlen_backward(
     The contents of arrays on a GPU are not checked, and cannot cause an access outside the arrays;
     see `flash_attention_varlen`. A row belongs to at most one sequence even if cu_seqlens_q or
     cu_seqlens_k decrease, or seqused_k exceeds the lengths that cu_seqlens_k gives.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupy_flash import flash_attention_varlen, flash_attention_varlen_backward
+    >>> q = k = v = np.ones((4, 2, 8), np.float32)
+    >>> cu_seqlens = np.array([0, 1, 4], np.int32)
+    >>> lengths = cu_seqlens, cu_seqlens, 3, 3
+    >>> out, lse = flash_attention_varlen(q, k, v, *lengths, return_lse=True)
+    >>> dq, dk, dv = flash_attention_varlen_backward(
+    ...     np.ones_like(out), q, k, v, out, lse, *lengths
+    ... )
+    >>> dv[:, 0, 0].round(3)
+    array([1., 1., 1., 1.], dtype=float32)
     """
     options = Options(
         "varlen",

@@ -206,6 +206,14 @@ def flash_attention_qkvpacked(
         If qkv is not an array; also see `flash_attention`.
     ValueError
         If qkv has none of the documented shapes; also see `flash_attention`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupy_flash import flash_attention_qkvpacked
+    >>> qkv = np.ones((1, 4, 3, 2, 8), np.float32)
+    >>> flash_attention_qkvpacked(qkv, causal=True).shape
+    (1, 4, 2, 8)
     """
     options = Options(
         "qkvpacked", causal, softmax_scale, return_lse, family, freeze_tile(tile), q_offset, layout

@@ -142,6 +142,15 @@ def flash_attention_qkvpacked_vjp(
     ------
     TypeError, ValueError, UnsupportedError, CompileError
         See `flash_attention_qkvpacked` and `flash_attention_qkvpacked_backward`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupy_flash import flash_attention_qkvpacked_vjp
+    >>> qkv = np.ones((1, 4, 3, 2, 8), np.float32)
+    >>> out, pullback = flash_attention_qkvpacked_vjp(qkv, causal=True)
+    >>> pullback(np.ones_like(out)).shape
+    (1, 4, 3, 2, 8)
     """
     _require_known(modifications)
     wanted_of_qkv(wrt, modifications)
@@ -204,6 +213,17 @@ def flash_attention_varlen_vjp(
     ------
     TypeError, ValueError, UnsupportedError, CompileError
         See `flash_attention_varlen` and `flash_attention_varlen_backward`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupy_flash import flash_attention_varlen_vjp
+    >>> q = k = v = np.ones((4, 2, 8), np.float32)
+    >>> cu_seqlens = np.array([0, 1, 4], np.int32)
+    >>> out, pullback = flash_attention_varlen_vjp(q, k, v, cu_seqlens, cu_seqlens, 3, 3)
+    >>> dq, dk, dv = pullback(np.ones_like(out))
+    >>> dv[:, 0, 0].round(3)
+    array([1., 1., 1., 1.], dtype=float32)
     """
     _require_known(modifications)
     options: dict[str, Any] = {

@@ -95,6 +95,14 @@ return_attn_probs
         For dropout with return_attn_probs; also see `cupy_flash.torch.flash_attention`.
     TypeError, ValueError, CompileError, NotImplementedError, RuntimeError
         See `cupy_flash.torch.flash_attention`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cupy_flash.flash_attn import flash_attn_func
+    >>> q = k = v = torch.ones(1, 4, 2, 8)
+    >>> tuple(flash_attn_func(q, k, v, causal=True).shape)
+    (1, 4, 2, 8)
     """
     modifications = _modifications(window_size, softcap, alibi_slopes)
     modifications |= _dropout(dropout_p, q, return_attn_probs)

@@ -84,6 +84,16 @@ def flash_attention(
         See `cupy_flash.flash_attention` and `cupy_flash.flash_attention_backward`. Inside a
         compiled function, errors about the contents of arrays or the GPU are raised by JAX when
         the function runs.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from cupy_flash.jax import flash_attention
+    >>> q = k = v = jnp.ones((1, 4, 2, 8))
+    >>> dv = jax.grad(lambda v: flash_attention(q, k, v, causal=True).sum())(v)
+    >>> dv[0, :, 0, 0].round(3).tolist()
+    [2.083..., 1.083..., 0.583..., 0.25]
     """
     if isinstance(q_offset, jax.core.Tracer) and q_offset.ndim == 0:
         q_offset = jnp.broadcast_to(q_offset, (math.prod(q.shape[:-3]),))

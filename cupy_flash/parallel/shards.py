@@ -68,6 +68,12 @@ def shard_length(seqlen: int, ranks: int, rank: int, order: str = "zigzag") -> i
     ----------
     seqlen, ranks, rank, order
         Number of tokens of the whole sequence, and arguments of `shard`.
+
+    Examples
+    --------
+    >>> from cupy_flash import parallel
+    >>> [parallel.shard_length(10, ranks=4, rank=rank) for rank in range(4)]
+    [3, 2, 2, 3]
     """
     _require(seqlen, ranks, rank, order)
     return sum(half.length for half in halves(seqlen, ranks, rank, order))

@@ -37,6 +37,14 @@ class Plan:
         Reason why each other family is not used, by its name.
     resources
         Registers and memory of the compiled main kernel; None if it is not loaded.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupy_flash import flash_attention, plan
+    >>> q = np.empty((1, 4096, 8, 64), np.float16)
+    >>> plan(flash_attention, q, q, q, arch="sm_90").family
+    'hopper'
     """
 
     problem: Problem

@@ -18,6 +18,12 @@ class Tile:
     ----------
     Br, Bc
         Number of query rows and number of keys of a tile.
+
+    Examples
+    --------
+    >>> from cupy_flash import Tile
+    >>> str(Tile(Br=64, Bc=32))
+    '64x32'
     """
 
     Br: int

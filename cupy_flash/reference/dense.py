@@ -144,6 +144,15 @@ def attention_reference(
     -inf or of its sink. A masked key never affects the query's result. A NaN or inf in the value of
     a masked key may or may not affect it: the formula has 0 * NaN there, but whole chunks of keys
     that are masked for all of their queries are skipped.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupy_flash import attention_reference, flash_attention
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 64, 2, 8), np.float32)
+    >>> difference = flash_attention(q, k, v) - attention_reference(q, k, v)
+    >>> bool(np.abs(difference).max() < 1e-5)
+    True
     """
     with on_stream(stream, q):
         convert = result_converter("q", q)

@@ -198,6 +198,15 @@ def attention_backward_reference(
       and of the keys that it attends to.
 
     Among visible pairs, NaN and inf propagate as in the formula.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupy_flash import attention_backward_reference
+    >>> dout = q = k = v = np.ones((1, 4, 2, 8), np.float32)
+    >>> dq, dk, dv = attention_backward_reference(dout, q, k, v, causal=True)
+    >>> dv[0, :, 0, 0].round(3)
+    array([2.083, 1.083, 0.583, 0.25 ])
     """
     with on_stream(stream, q):
         return dense_gradients(

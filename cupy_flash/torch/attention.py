@@ -89,6 +89,15 @@ def flash_attention(
         return_max_logits or return_entropy, inside any torch.func transform.
     RuntimeError
         In the backward pass, if a tensor of the call has been overwritten.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cupy_flash.torch import flash_attention
+    >>> q, k, v = (torch.ones(1, 4, 2, 8, requires_grad=True) for _ in range(3))
+    >>> flash_attention(q, k, v, causal=True).sum().backward()
+    >>> v.grad[0, 1:, 0, 0]
+    tensor([1.0833, 0.5833, 0.2500])
     """
     if autocast_is_enabled():
         (q, k, v), modifications = cast_arguments((q, k, v), modifications)
@@ -265,6 +274,14 @@ def scaled_dot_product_attention(
     ------
     TypeError, ValueError, UnsupportedError, CompileError, NotImplementedError, RuntimeError
         See `cupy_flash.scaled_dot_product_attention` and `flash_attention`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cupy_flash.torch import scaled_dot_product_attention
+    >>> query = key = value = torch.ones(1, 2, 4, 8, requires_grad=True)
+    >>> tuple(scaled_dot_product_attention(query, key, value, is_causal=True).shape)
+    (1, 2, 4, 8)
     """
     has_mask = attn_mask is not None
     options = options_of(is_causal, scale, enable_gqa, has_mask=has_mask)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from griffe import Alias, Class, Extension, Function, Module
+from griffe import Alias, Class, ExprTuple, Extension, Function, Module
 
 TYPE = re.compile(r"^(\w.*?) : (.+)$", re.MULTILINE)
 
@@ -42,9 +42,19 @@ def _restore(object_: Any) -> None:
     }
     sections = target.docstring.parse("numpy")
     for section in sections:
-        for item in section.value if isinstance(section.value, list) else ():
-            written = types.get(getattr(item, "name", "").strip("*"))
-            if written is not None:
+        items = section.value if isinstance(section.value, list) else ()
+        # The items of a section of examples are tuples.
+        for item in (x for x in items if hasattr(x, "annotation")):
+            name = getattr(item, "name", "")
+            if written := types.get(name.strip("*")):
                 item.annotation = written
+            elif str(item.annotation) == "Any":
+                item.annotation = None
+            elif isinstance(item.annotation, ExprTuple):
+                # Several exceptions.
+                item.annotation.implicit = True
+            if name.startswith("*"):
+                # Griffe states an empty tuple or dictionary as the default.
+                item.value = None
     # A cached property.
     target.docstring.parsed = sections

@@ -43,6 +43,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source_of(here)), target))
         if site_page := page_of(path):
+            if path.endswith(text):
+                # Where the sources name the file, the site names the page.
+                text = title_of(path) or text
             return f"[{text}]({posixpath.relpath(site_page, posixpath.dirname(here))}{anchor})"
         if path.startswith("docs/") or not (CHECKOUT / path).exists():
             # MkDocs checks this link.
@@ -74,7 +77,8 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         target = files.get_file_from_path(match[1])
         if target is None:
             raise FileNotFoundError(f"a docstring on {page.file.src_uri} names {match[0]}")
-        return f'<a href="{target.url_relative_to(page.file)}">{match[0]}</a>'
+        title = title_of(match[0]) or match[0]
+        return f'<a href="{target.url_relative_to(page.file)}">{title}</a>'
 
     return MENTION.sub(link, html)
 
@@ -82,6 +86,14 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 def source_of(page: str) -> str:
     """Return the path of a page's file in the checkout."""
     return SOURCES.get(page, f"docs/{page}")
+
+
+def title_of(path: str) -> str | None:
+    """Return the first heading of a page in the checkout, or None if there is none."""
+    file = CHECKOUT / path
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    heading = re.match(r"(?:<!--.*?-->\s*)?# (.*)", text, re.DOTALL)
+    return heading[1].split("\n")[0] if heading else None
 
 
 def page_of(path: str) -> str | None:

@@ -44,6 +44,7 @@ def hooks() -> ModuleType:
             "the log (`benchmarks/README.md`)",
         ),
         ("guide/a.md", "https://h/x/", "[t](../../cli/main.py)", "[t](https://h/x/cli/main.py)"),
+        ("guide/a.md", "", "[cpu.md](cpu.md#x)", "[The CPU backend](cpu.md#x)"),
         ("guide/a.md", "", "[b](masks.md#gallery)", "[b](masks.md#gallery)"),
         ("guide/a.md", "", "[c](../../CONTRIBUTING.md#checks)", "[c](../contributing.md#checks)"),
         ("changelog.md", "", "[m](docs/guide/masks.md)", "[m](guide/masks.md)"),

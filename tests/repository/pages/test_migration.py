@@ -87,9 +87,9 @@ NAMES = {
     "torch": "query key value attn_mask dropout_p is_causal scale enable_gqa",
     "flash_attn": """
         q k v qkv kv k_cache v_cache dropout_p softmax_scale causal window_size softcap alibi_slopes
-        deterministic return_attn_probs cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k cu_seqlens
-        max_seqlen block_table rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad
-        rotary_interleaved num_splits return_softmax_lse
+        deterministic return_attn_probs cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k
+        cu_seqlens max_seqlen block_table rotary_cos rotary_sin cache_seqlens cache_batch_idx
+        cache_leftpad rotary_interleaved num_splits return_softmax_lse
         qv q_descale k_descale v_descale attention_chunk pack_gqa sm_margin seqused_q seqused_k
         page_table cu_seqlens_k_new rotary_seqlens scheduler_metadata
         gather_kv_indices learnable_sink score_mod score_mod_bwd mask_mod aux_tensors aux_scalars
@@ -122,12 +122,7 @@ def test_every_name_of_a_library_is_in_a_table(page: str) -> None:
     ("page", "module", "function", "others"),
     [
         ("torch", "torch.nn", "MultiheadAttention.forward", ""),
-        (
-            "torch",
-            "torch.nn",
-            "MultiheadAttention",
-            "embed_dim num_heads bias device dtype",
-        ),
+        ("torch", "torch.nn", "MultiheadAttention", "embed_dim num_heads bias device dtype"),
         ("torch", "torch.nn.attention.varlen", "varlen_attn", ""),
         ("flex_attention", "torch.nn.attention.flex_attention", "flex_attention", ""),
         ("flex_attention", "torch.nn.attention.flex_attention", "create_block_mask", "_compile"),

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+from support_runs import CAPTURED
 
 from cupy_flash import BlockList, MaskMod, ScoreMod
 from cupy_flash.problem.gradient import ROWS
@@ -188,7 +189,7 @@ _LISTED = Feature("", lambda s, d: _pages(s, d, page=1), "kvcache")
 _GATHERED = Feature("", _gathered)
 _BY_LISTS = {"forward": _LISTED, "backward": _GATHERED}
 _OF_LISTS = frozenset({"key_indices"})
-_CAPTURED = frozenset({"CUDA graph"})
+_CAPTURED = frozenset({CAPTURED})
 _FORWARD = ("forward",)
 _OF_CACHES = ("forward", "received")
 _MADE = ("forward", "backward")

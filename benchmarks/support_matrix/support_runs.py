@@ -31,6 +31,8 @@ APPEND = "append"
 
 # Feature of a kernel in tests that compare the bits of repeated calls.
 SAME_BITS = "same bits"
+# Feature of a kernel that was launched while a CUDA graph was captured.
+CAPTURED = "CUDA graph"
 
 # Modifications whose names are fields of the argument struct of generated CUDA source.
 _FIELDS = ("alibi_slopes", "bias", "cache_leftpad", "mask", "seqused_q", "softcap", "tree_mask")

@@ -13,7 +13,7 @@ from support_cells import ARCHS
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.records.environment import kernel_name
 from cupy_flash.families import FAMILIES
-from cupy_flash.problem.arrays import DTYPES, ArraySpec
+from cupy_flash.problem.arrays import DTYPES, ArraySpec, Tensors
 from cupy_flash.problem.backward import with_tangents
 from cupy_flash.problem.device import device_for_arch
 from cupy_flash.problem.gradient import ROWS
@@ -24,6 +24,8 @@ from cupy_flash.problem.problem import MAX_HEAD_DIM, Problem
 DIRECTIONS = ("forward", "backward", "tangent", "received")
 # All kernels support head dims that are multiples of this number, whose rows are aligned.
 STEP = 8
+# Head dimension of the kernels that compile fast.
+SMALL = 16
 
 
 class Dims(NamedTuple):
@@ -48,8 +50,18 @@ def kernels() -> Iterator[tuple[str, str, str]]:
             yield direction, family, kernel_name(family, direction)
 
 
+def served() -> Iterator[tuple[int, str, str]]:
+    """Yield the architecture, direction and family of each kernel that the planner may choose."""
+    for direction, family, _ in kernels():
+        if FAMILIES[direction][family].automatic:
+            for arch in ARCHS:
+                if any(is_served(direction, family, dtype, arch, SMALL) for dtype in DTYPES):
+                    yield arch, direction, family
+
+
 @functools.cache
-def _problem(direction: str, is_cache: bool, dtype: str, head_dim: int) -> Problem:
+def plain_problem(direction: str, is_cache: bool, dtype: str, head_dim: int) -> Problem:
+    """Return a problem without any feature, of a KV cache with one query if `is_cache`."""
     case = Case(dtype, 4, 4096, 4096, 16, 16, head_dim, head_dim)
     if is_cache:
         case = dataclasses.replace(case, seqlen_q=1, kind="cache")
@@ -57,7 +69,8 @@ def _problem(direction: str, is_cache: bool, dtype: str, head_dim: int) -> Probl
         case = dataclasses.replace(case, direction="backward")
     problem = case.problem()
     if direction == "received":
-        return dataclasses.replace(problem, received="heads")
+        tensors = Tensors(**{name: problem.tensors[name] for name in ("q", "k")})
+        return dataclasses.replace(problem, tensors=tensors, received="heads")
     if direction == "tangent":
         specs = [ArraySpec.contiguous(shape, dtype) for shape in case.bshd_shapes]
         return with_tangents(problem, dict(zip(ROWS, specs, strict=True)), specs[0])
@@ -66,26 +79,27 @@ def _problem(direction: str, is_cache: bool, dtype: str, head_dim: int) -> Probl
 
 def dims_of(direction: str, family: str, dtype: str) -> Dims | None:
     """Return the head dimensions of a family for a dtype; None if it does not support the dtype."""
-    served = functools.partial(_is_served, direction, family, dtype)
-    found = {arch: tuple(_ranges(functools.partial(served, arch))) for arch in ARCHS}
+    serves = functools.partial(is_served, direction, family, dtype)
+    found = {arch: tuple(_ranges(functools.partial(serves, arch))) for arch in ARCHS}
     ranges = {arch: its_ranges for arch, its_ranges in found.items() if its_ranges}
     if not ranges:
         return None
     arch, its_ranges = next(iter(ranges.items()))
-    return Dims(ranges, served(arch, its_ranges[-1][1] - 1))
+    return Dims(ranges, serves(arch, its_ranges[-1][1] - 1))
 
 
-def _ranges(is_served: Callable[[int], bool]) -> Iterator[tuple[int, int]]:
+def _ranges(serves: Callable[[int], bool]) -> Iterator[tuple[int, int]]:
     """Yield the smallest and the largest head_dim of each range that is served."""
     all_dims = range(STEP, MAX_HEAD_DIM + 1, STEP)
-    for served, dims in itertools.groupby(all_dims, is_served):
-        if served:
+    for is_range, dims in itertools.groupby(all_dims, serves):
+        if is_range:
             first, *others = dims
             yield (1 if first == STEP else first - STEP + 1), others[-1] if others else first
 
 
-def _is_served(direction: str, family: str, dtype: str, arch: int, head_dim: int) -> bool:
-    problem = _problem(direction, family == "decode", dtype, head_dim)
+def is_served(direction: str, family: str, dtype: str, arch: int, head_dim: int) -> bool:
+    """Return whether a family supports calls without any feature."""
+    problem = plain_problem(direction, family == "decode", dtype, head_dim)
     return FAMILIES[direction][family].why_not(problem, device_for_arch(arch)) is None
 
 

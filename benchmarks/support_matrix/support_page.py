@@ -76,8 +76,9 @@ class Page:
     def runs(self) -> str:
         """Return a sentence for each test run."""
         if self._ran is None:
-            return "No test run on a GPU is recorded: no cell says that a kernel works."
-        return "\n".join(_WRAP(_run_text(run), subsequent_indent="  ") for run in self._ran.runs)
+            return "No test run on a GPU is recorded, so that no cell says that a kernel works."
+        lines = (_WRAP(_run_text(run), subsequent_indent="  ") for run in self._ran.runs)
+        return "\n".join(["These test runs are recorded:\n", *lines])
 
     def gpus(self) -> str:
         """Return the table of the families by GPU, call and dtype."""

@@ -19,6 +19,7 @@ from cupy_flash.families import FAMILIES
 from cupy_flash.families.contract import source_digest
 from cupy_flash.gpu import append
 from cupy_flash.planning.planner import Plan
+from cupy_flash.problem.gradient import OF_MOD
 from cupy_flash.problem.problem import Problem
 
 FILE = Path(__file__).resolve().parent / "support.json"
@@ -129,7 +130,8 @@ def features_of(problem: Problem) -> set[str]:
     if problem.scales is not None and not problem.is_float8:
         found.add(problem.tensors["k"].dtype)
     if problem.gradient is not None:
-        found |= {f"gradient of {name}" for name in problem.gradient.wrt if "." not in name}
+        wrt = problem.gradient.wrt
+        found |= {f"gradient of {'captures' if OF_MOD in name else name}" for name in wrt}
     return found | _features_of_score(problem)
 
 

@@ -10,9 +10,15 @@ from typing import Any
 
 import pytest
 from support.cli.benchmark_scripts import CHECKOUT, IN_CHECKOUT, script
+from support.gpu import fake_gpu
+
+from cupy_flash import flash_attention
+from cupy_flash.calls import key_lists
 
 if not IN_CHECKOUT:
     pytest.skip("the tests stand outside a checkout", allow_module_level=True)
+
+from support.gpu.launched_kernels import Recorder
 
 runs = script("support_matrix/support_runs")
 pytest_plugins = ["pytester"]
@@ -128,6 +134,25 @@ def test_kernels_of_passing_tests_are_recorded(
     (run,) = data["runs"]
     assert (run["tests"], run["gpu"], run["commit"]) == (5, "a GPU", "abc")
     assert data["digests"] == runs.digests()
+
+
+def test_launches_within_a_composed_call_have_its_feature(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = fake_gpu.install(monkeypatch)
+    q = gpu.array(2, 512, 8, 64)
+    monkeypatch.setattr(key_lists, "attention", lambda x: flash_attention(x, x, x))
+    recorder = Recorder(SimpleNamespace(), tmp_path / "ran.json")
+    try:
+        recorder._launched = {}
+        key_lists.attention(q)
+        (features,) = recorder._launched.values()
+        assert features == {"key_indices"}
+        recorder._launched = {}
+        flash_attention(q, q, q)
+        assert list(recorder._launched.values()) == [set()]
+    finally:
+        recorder.pytest_unconfigure()
 
 
 def rows(*lists: list[Any]) -> Any:

@@ -138,8 +138,7 @@ def test_a_refusal_refers_to_its_reason() -> None:
 def test_runs_and_head_dims_are_named() -> None:
     found = ran([*BASE[:3], 64, []], [*BASE, [runs.SAME_BITS]], [*BASE[:3], 512, []])
     text = page.Page("{{runs}}\n\n{{dims}}", found).text
-    run = "- NVIDIA H200 (sm_90): 7 tests passed on 2026-12-01 at commit 0123456789ab, with CuPy"
-    assert text.startswith(run)
+    assert text.startswith("These test runs are recorded:\n\n- NVIDIA H200 (sm_90): 7 tests passed")
     row = next(line for line in text.splitlines() if line.startswith("| `hopper`, forward"))
     assert row.endswith("| no | yes, compared | sm_90: 1 to 128, 257 to 512 |")
     assert "| `mma`, forward | float32 | sm_80 to sm_120: 1 to 128 | any | yes |" in text

@@ -131,7 +131,7 @@ class Recorder:
             self._patch.setattr(module, name, self._within(getattr(module, name), feature))
 
     def _within(self, function: Callable[..., Any], feature: str) -> Callable[..., Any]:
-        """Return a function whose launches are noted with a feature."""
+        """Return a function that adds a feature to its launches."""
 
         @functools.wraps(function)
         def calling(*arguments: Any, **options: Any) -> Any:

@@ -19,7 +19,7 @@ FLOAT16 = np.dtype(np.float16)
 
 @dataclass(frozen=True)
 class Plan:
-    """What a wrapper was planned for; `starts` are the starts of queries and keys or pages."""
+    """Arguments of a plan; `starts` are those of the queries, and of the keys or pages."""
 
     starts: tuple[Any, Any]
     heads: tuple[int, int]

@@ -4,8 +4,8 @@
     python benchmarks/prune.py --delete   delete them
 
 A record is deleted as a whole if the digest of any of its kernels has changed. A record without
-digests stays, and a line says so. Afterwards, `python benchmarks/render.py` renders the page and
-its figures, and `python benchmarks/quotes.py` lists the figures of the README without a record.
+digests stays, and a line says so. Afterwards, `python benchmarks/render.py` renders the pages and
+their figures, and `python benchmarks/quotes.py` lists figures of the README without a record.
 """
 
 from __future__ import annotations

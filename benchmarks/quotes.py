@@ -13,7 +13,8 @@ below the paragraph or list item that contains the number names its sources, one
       -->
 
 A line is `NUMBER UNIT: STATISTIC WHAT [where FIELD=VALUE, ...] in RECORD, ...`. WHAT is a field of
-the rows, or a provider and a field (`cupy_flash host_us`), or a speedup. `A / B` is the speedup of
+the rows, or a provider and a field (`cupy_flash host_us`), or a speedup. A field whose name has
+spaces is in double quotes. `A / B` is the speedup of
 provider A over B, and `A / B | C` that over the faster of B and C, on each case that they have in
 common. All records of a line must be of one device. The value must round to the number. Only prose
 is checked, not code blocks.
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import statistics
 import sys
 from collections import Counter
@@ -108,12 +110,17 @@ class Source:
     def paths(self, results: Path) -> list[Path]:
         """Return the paths of the records."""
         paths = []
-        for name in self.records.split(","):
-            found = sorted(results.glob(f"{name.strip()}.json"))
+        for name in self.names:
+            found = sorted(results.glob(f"{name}.json"))
             if not found:
-                raise ValueError(f"there is no record {name.strip()}")
+                raise ValueError(f"there is no record {name}")
             paths += found
         return paths
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the records, which may be patterns."""
+        return [name.strip() for name in self.records.split(",")]
 
     @property
     def providers(self) -> list[str]:
@@ -133,7 +140,7 @@ class Source:
             ours, *peers = self.providers
             ratios = [(found, records.ratio(found, ours, peers)) for found in records.by_case(rows)]
             return [(found, ratio) for found, ratio in ratios if ratio is not None]
-        *provider, field = self.what.split()
+        *provider, field = shlex.split(self.what)
         named = [row for row in rows if not provider or [row.get("provider")] == provider]
         values = [({str(row.get("provider")): row}, row.get(field)) for row in named]
         return [(found, value) for found, value in values if isinstance(value, (int, float))]
@@ -150,7 +157,7 @@ class Source:
     def _scale(self) -> float:
         if self.unit == "%":
             return 100.0
-        field = self.what.split()[-1]
+        field = shlex.split(self.what)[-1]
         if self.unit == "GFLOP/s" and field.endswith("tflops"):
             return 1000.0
         of_field = _SECONDS.get(field.rpartition("_")[2])

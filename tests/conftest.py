@@ -35,6 +35,14 @@ GPU_TESTS = Path(__file__).parent / "on_gpu"
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--support-json",
+        metavar="FILE",
+        help="add the kernels that tests run on a GPU to FILE, for the support matrix",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     workers = getattr(config.option, "numprocesses", None)
     if workers:
@@ -42,6 +50,12 @@ def pytest_configure(config: pytest.Config) -> None:
         # test of gradients took 20 s instead of 1 s.
         threads = max(1, (os.cpu_count() or 1) // workers)
         os.environ.setdefault("OPENBLAS_NUM_THREADS", str(threads))
+    if file := config.getoption("support_json"):
+        if (reason := gpu_unavailable()) is not None:
+            raise pytest.UsageError(f"--support-json needs a GPU: {reason}")
+        from support.gpu.launched_kernels import Recorder
+
+        config.pluginmanager.register(Recorder(config, config.invocation_params.dir / file))
 
 
 def pytest_report_header() -> str:

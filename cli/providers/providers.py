@@ -39,7 +39,7 @@ from ..cases.sequences import equal_length_case, rows_in_call, sequence_of
 from ..measure import check
 from ..measure.timing import Timed
 from ..records import environment
-from . import flash_attn_4, torch_flex, torch_providers
+from . import flash_attention, flashinfer, torch_flex, torch_providers
 from .contract import Prepared, Provider, TileFields
 
 # Page sizes of the providers that put a case's cache into pages.
@@ -391,7 +391,8 @@ _OTHERS: dict[str, Provider] = {
         Formula("numpy-naive", on_gpu=False),
         *torch_providers.ALL,
         torch_flex.FLEX,
-        *flash_attn_4.ALL,
+        *flash_attention.ALL,
+        *flashinfer.ALL,
     )
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.util
+import importlib
 import sys
 import warnings
 from abc import abstractmethod
@@ -74,9 +74,7 @@ def why_no_torch() -> str | None:
     """Return why torch cannot run on this GPU together with CuPy, or None if it can."""
     if reason := gpu_unavailable():
         return reason
-    if importlib.util.find_spec("torch") is None:
-        return "torch is not installed"
-    if reason := import_failure("torch", torch_module):
+    if reason := import_failure("torch", "torch", torch_module):
         return reason
     torch = torch_module()
     if not torch.cuda.is_available():
@@ -84,16 +82,25 @@ def why_no_torch() -> str | None:
     return None
 
 
-def import_failure(name: str, load: Callable[[], Any]) -> str | None:
-    """Return why `load` cannot import the module `name`, or None if it can."""
+def import_failure(module: str, package: str, load: Callable[[], Any]) -> str | None:
+    """Return why `load` cannot import a module of a package, or None if it can."""
     with warnings.catch_warnings():
         # Warnings of the module's own imports do not concern the user.
         warnings.simplefilter("ignore")
         try:
             load()
         except Exception as error:  # a missing or incompatible library raises various exceptions
-            return f"{name} cannot be imported: {' '.join(str(error).split())[:80]}"
+            absent = error.name if isinstance(error, ModuleNotFoundError) else None
+            if absent and f"{module}.".startswith(f"{absent}."):
+                return f"{package} is not installed"
+            return f"{module} cannot be imported: {' '.join(str(error).split())[:80]}"
     return None
+
+
+@functools.cache
+def why_no_package(module: str, package: str) -> str | None:
+    """Return why a module of a package cannot be imported, or None if it can."""
+    return import_failure(module, package, lambda: importlib.import_module(module))
 
 
 def idle_bytes() -> int:

@@ -36,8 +36,13 @@ FLOPS_OF_MODS = (
     "FLOPs of windows, documents, prefixes and dilated masks are of the visible pairs; pairs that "
     "mask arrays hide count"
 )
-# FlashAttention-4 and the compiler of its kernels, by the names of their packages.
-_OF_FLASH_ATTN_4 = ("flash-attn-4", "nvidia-cutlass-dsl")
+# Packages of other libraries and of their kernels' compilers, by the modules that are imported.
+_PACKAGES = {
+    "flash_attn.flash_attn_interface": ("flash-attn",),
+    "flash_attn_interface": ("flash-attn-3",),
+    "flash_attn.cute": ("flash-attn-4", "nvidia-cutlass-dsl"),
+    "flashinfer": ("flashinfer-python",),
+}
 
 
 def flop_conventions(cases: Sequence[Case]) -> list[str]:
@@ -66,8 +71,8 @@ def kernel_name(family: str, direction: str) -> str:
 def versions() -> dict[str, str]:
     """Return the versions of everything that a result depends on, without missing packages.
 
-    torch and cuDNN are included if this process has imported torch, FlashAttention-4 and its
-    compiler if it has imported that, and NCCL if it uses that.
+    torch and cuDNN are included if this process has imported torch, FlashAttention and FlashInfer
+    if it has imported them, and NCCL if it uses that.
     """
     result: dict[str, str | None] = {
         "cupy_flash": cupy_flash.__version__,
@@ -80,8 +85,9 @@ def versions() -> dict[str, str]:
         result["torch"] = str(torch.__version__)
         cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
         result["cudnn"] = None if cudnn is None else str(cudnn)
-    if "flash_attn.cute" in sys.modules:
-        result |= {name: _installed_version(name) for name in _OF_FLASH_ATTN_4}
+    for module, packages in _PACKAGES.items():
+        if module in sys.modules:
+            result |= {name: _installed_version(name) for name in packages}
     nccl = sys.modules.get("cupy.cuda.nccl")
     if nccl is not None and nccl.available:
         number = nccl.get_version()

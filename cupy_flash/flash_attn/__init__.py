@@ -5,7 +5,7 @@
 
 Module names, argument names, their order, defaults and results are those of flash_attn, so a
 program changes only its imports. The functions take tensors of PyTorch, on a CPU or a GPU. See
-docs/guide/migration.md for the differences.
+docs/migration/flash_attn.md for the differences.
 """
 
 from __future__ import annotations

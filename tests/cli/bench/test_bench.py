@@ -482,7 +482,6 @@ def test_a_torch_that_cannot_be_imported_is_left_out_and_says_why(
         raise OSError(reason)
 
     monkeypatch.setattr(torch_providers, "gpu_unavailable", lambda: None)
-    monkeypatch.setattr(torch_providers.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch_providers, "torch_module", broken)
 
     assert torch_providers.why_no_torch.__wrapped__() == f"torch cannot be imported: {reason}"

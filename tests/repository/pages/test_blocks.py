@@ -90,6 +90,8 @@ NEEDS: dict[str, Callable[[], str | None]] = {
     "xarray": lambda: installed("xarray") or installed("dask"),
     "matplotlib": lambda: installed("matplotlib"),
     "transformers": lambda: installed("torch") or installed("transformers"),
+    "flash_attn": lambda: installed("flash_attn"),
+    "xformers": lambda: installed("xformers"),
     "flax": lambda: installed("jax") or installed("flax"),
     "compiler": why_no_compiler,
     "weights": why_no_example,
@@ -187,6 +189,9 @@ def test_every_block_says_what_becomes_of_it() -> None:
         assert block.notes.get("figures", "measured") == "measured", str(block)
         assert block.notes.get("given", "records") in GIVEN, str(block)
         assert ("file" in block.notes) == (block.language in ("json", "csv")), str(block)
+        if block.language == "python":
+            # Blocks that need an absent library are not run.
+            compile(block.text, str(block), "exec")
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.is_command], ids=str)

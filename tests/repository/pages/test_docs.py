@@ -21,10 +21,11 @@ SOURCES = [
 ]
 PAGES = sorted(
     path
-    for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md", "examples/*/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/*/*.md")
     for path in CHECKOUT.glob(pattern)
     if path.name != "CHANGELOG.md"  # describes earlier versions
 )
+TEMPLATES = CHECKOUT / "benchmarks" / "pages"
 MODULES = sorted(
     path
     for folder in ("benchmarks", "cli", "cupy_flash")
@@ -54,16 +55,16 @@ def missing(text: str, pattern: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_links_lead_somewhere(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    if page.name == "page.md":
+    text, folder = page.read_text(encoding="utf-8"), page.parent
+    if page.is_relative_to(TEMPLATES):
         # The rendered page has only those optional parts whose records exist.
         text = re.sub(r"\{\{if .*?\{\{end\}\}", "", text, flags=re.DOTALL)
+        # A template has the links of the page in docs/ that is rendered from it.
+        folder = CHECKOUT / "docs" / folder.relative_to(TEMPLATES)
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         if link.startswith("http"):
             continue
         name, _, anchor = link.partition("#")
-        # The template of a page in docs/ has the links of that page.
-        folder = CHECKOUT / "docs" if page.name == "page.md" else page.parent
         target = folder / name if name else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ def results(tmp_path: Path) -> Path:
     write(folder / "grid_b.json", [row("cupy_flash", 113, 1.0), row("torch-flash", 113, 1.1)])
     shares = [{"seqlen": 512, "share": 0.885}, {"seqlen": 799, "share": 0.897}]
     write(folder / "limits.json", [s | {"first_call_s": 0.0391} for s in shares])
+    write(folder / "calls.json", [{"jitted call, us": 3.48}])
     return folder
 
 
@@ -56,6 +58,7 @@ def faults(results: Path, prose: str, *sources: str) -> list[str]:
         ("39 ms", "39 ms: mean first_call_s in limits"),
         ("89% of a product's rate", "89%: median share in limits"),
         ("90%", "90%: max share where seqlen=799 in limits"),
+        ("3.5 us", '3.5 us: only "jitted call, us" in calls'),
     ],
 )
 def test_a_figure_that_the_records_hold_passes(results: Path, prose: str, source: str) -> None:
@@ -168,7 +171,19 @@ def test_the_readme_quotes_only_figures_that_the_records_hold() -> None:
     assert quotes.faults((CHECKOUT / "README.md").read_text(encoding="utf-8")) == []
 
 
-def test_the_page_of_benchmarks_and_its_figures_are_what_the_records_give(
+def test_the_pages_of_benchmarks_and_their_figures_are_what_the_records_give(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert script("render").main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_the_pages_of_benchmarks_are_short_and_show_every_record() -> None:
+    pages = [CHECKOUT / "docs" / "benchmarks.md", *(CHECKOUT / "docs/benchmarks").glob("*.md")]
+    lines = {page.name: page.read_text(encoding="utf-8").count("\n") for page in pages}
+    assert {name: count for name, count in lines.items() if count > 300} == {}
+
+    # A page shows the results of each record, in addition to the index of all records.
+    templates = (CHECKOUT / "benchmarks" / "pages").rglob("*.md")
+    shown = " ".join(template.read_text(encoding="utf-8") for template in templates)
+    records = [path.stem for path in (CHECKOUT / "benchmarks" / "results").glob("*.json")]
+    assert [name for name in records if not re.search(rf"\b{name}\b", shown)] == []

@@ -1,4 +1,4 @@
-"""The page of benchmarks and its figures, from a template and records."""
+"""The pages of benchmarks and their figures, from templates and records."""
 
 from __future__ import annotations
 
@@ -30,11 +30,14 @@ def results(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def places(results: Path, tmp_path: Path) -> list[str]:
-    """Options of the script with places in `tmp_path`, for a template that makes one figure."""
-    template = tmp_path / "template.md"
-    template.write_text(FIGURE, encoding="utf-8")
-    files = ["--template", str(template), "--page", str(tmp_path / "page.md")]
-    return ["--results", str(results), *files]
+    """Options of the script with places in `tmp_path`, for a page and a page in a folder."""
+    templates, docs = tmp_path / "pages", tmp_path / "docs"
+    (templates / "more").mkdir(parents=True)
+    (templates / "page.md").write_text(FIGURE, encoding="utf-8")
+    (templates / "more" / "records.md").write_text("{{records}}", encoding="utf-8")
+    (docs / "figures").mkdir(parents=True)
+    (docs / "other.md").write_text("Not rendered.\n", encoding="utf-8")
+    return ["--results", str(results), "--templates", str(templates), "--docs", str(docs)]
 
 
 def page(template: str, results: Path) -> str:
@@ -135,28 +138,33 @@ def test_what_reads_caches_has_bytes_per_second_and_their_share_of_a_copys(resul
     ]
 
 
-def test_where_we_lose_the_worst_is_named_first(results: Path) -> None:
+def test_the_overview_has_a_line_for_each_comparison(results: Path) -> None:
+    rows = [{"case": "b1 s8", "speedup": 0.5}, {"case": "b1 s32", "speedup": 2.0}]
+    write(results / "cpu.json", rows)
+    template = (
+        "{{overview: GPU | FlashAttention = cupy_flash / torch-flash in grid;\n"
+        "not there | a peer = cupy_flash / torch-flash in nowhere;\n"
+        "CPU | the formula = speedup in cpu}}"
+    )
+
+    assert table(page(template, results))[1:] == [
+        ["GPU", "FlashAttention", "2", "2.00", "0.50 (length 512)", "1"],
+        ["CPU", "the formula", "2", "1.00", "0.50 (b1 s8)", "1"],
+    ]
+
+
+def test_where_we_lose_the_worst_cases_are_named_first(results: Path) -> None:
     rows = [row("cupy_flash", n, 1.0) for n in (128, 256, 512, 1024, 2048, 4096)]
     times = (0.996, 0.99, 0.5, 0.8, 0.7, 0.9)
     rows += [row("torch-flash", r["seqlen_q"], ms) for r, ms in zip(rows, times, strict=True)]
     write(results / "grid.json", rows)
-
-    assert page("{{slower: cupy_flash / torch-flash in grid}}", results) == (
-        "5 of 6 cases (at worst 0.50 at length 512; 0.70 at length 2048; 0.80 at length 1024; "
-        "0.90 at length 4096)\n"
+    template = (
+        "{{losses: ours | the peer = cupy_flash / torch-flash in grid;\n"
+        "the peer | ours = torch-flash / cupy_flash in grid}}"
     )
-    assert page("{{slower: torch-flash / cupy_flash in grid}}", results) == "none of 6 cases\n"
+    worst = "0.50 (length 512); 0.70 (length 2048); 0.80 (length 1024); 0.90 (length 4096)"
 
-
-def test_the_overview_has_a_line_for_each_comparison(results: Path) -> None:
-    rows = [{"case": "b1 s8", "speedup": 0.5}, {"case": "b1 s32", "speedup": 2.0}]
-    write(results / "cpu.json", rows)
-    template = "{{overview: GPU = cupy_flash / torch-flash in grid;\nCPU = speedup in cpu}}"
-
-    assert table(page(template, results))[1:] == [
-        ["GPU", "torch-flash", "2", "2.00", "0.50 (length 512)", "1"],
-        ["CPU", "the formula in NumPy", "2", "1.00", "0.50 (b1 s8)", "1"],
-    ]
+    assert table(page(template, results))[1:] == [["ours", "the peer", "5 of 6", worst]]
 
 
 def test_fields_of_rows_are_a_table(results: Path) -> None:
@@ -179,13 +187,14 @@ def test_the_index_names_every_record_and_kernels_that_changed_since(results: Pa
     ]
 
 
-def test_prose_is_wrapped_and_tables_are_not(results: Path) -> None:
+def test_prose_is_wrapped_and_tables_and_code_are_not(results: Path) -> None:
     item = "- " + "a word " * 30
-    first, second, *rest = page(f"{item}\n- short\n\n| {'cell ' * 40}|\n", results).splitlines()
+    others = f"| {'cell ' * 40}|\n\n<!-- needs: gpu -->\n```sh\nbench one\nbench two\n```\n"
+    first, second, *rest = page(f"{item}\n- short\n\n{others}", results).splitlines()
 
     assert len(first) <= 120
     assert second.startswith("  a word" if second[2] == "a" else "  word")
-    assert rest == ["- short", "", f"| {'cell ' * 40}|"]
+    assert rest == ["- short", "", *others.splitlines()]
 
 
 def test_what_is_of_a_record_that_is_not_there_yet_is_left_out(results: Path) -> None:
@@ -221,30 +230,49 @@ def test_points_stand_at_their_values() -> None:
     assert heights == [85.0, 0.0]  # of 170 units, counted from above
 
 
-def test_page_and_figures_can_be_checked(
+def test_pages_and_figures_can_be_checked(
     results: Path, places: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    docs = tmp_path / "docs"
     assert render.main([*places, "--check"]) == 1
     assert render.main(places) == 0
     assert render.main([*places, "--check"]) == 0
+    assert "](../../benchmarks/results/grid.json)" in (docs / "more" / "records.md").read_text()
     capsys.readouterr()
 
-    (tmp_path / "figures" / "old.svg").write_text("<svg/>", encoding="utf-8")
+    (docs / "figures" / "old.svg").write_text("<svg/>", encoding="utf-8")
+    (docs / "more" / "old.md").write_text("A page without a template.\n", encoding="utf-8")
     data = json.loads((results / "grid.json").read_text(encoding="utf-8"))
     data["rows"][0]["tflops"] += 10
     (results / "grid.json").write_text(json.dumps(data), encoding="utf-8")
     assert render.main([*places, "--check"]) == 1
     errors = capsys.readouterr().err
     assert "rate.svg is not what the records give" in errors
-    assert "old.svg is on no page" in errors
+    assert "old.svg belongs to no template" in errors
+    assert "old.md belongs to no template" in errors
     assert "page.md" not in errors
+    assert "other.md" not in errors
+
+
+def test_a_figure_is_on_one_page_only(
+    places: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "pages" / "more" / "again.md").write_text(FIGURE, encoding="utf-8")
+
+    assert render.main(places) == 2
+    assert "figures/rate.svg is on two pages" in capsys.readouterr().err
+
+
+def test_a_page_in_a_folder_has_links_from_there(results: Path) -> None:
+    text = render.Page(FIGURE, results, "../").text
+    assert text == "![Rates](../figures/rate.svg)\n"
 
 
 @pytest.mark.parametrize(
     ("directive", "why"),
     [
         ("{{by case: cupy_flash / torch-flash in nowhere}}", "there is no record nowhere"),
-        ("{{slower: cupy_flash / torch-cudnn in grid}}", "no such rows"),
+        ("{{losses: a | b = cupy_flash / torch-cudnn in grid}}", "no such rows"),
         ("{{best cupy_flash}}", "is no directive"),
         ("{{overview: grid}}", "is not WHAT in RECORDS"),
         ("{{figure a | b | tflops}}", "is not FIELD of PROVIDERS"),
@@ -253,12 +281,12 @@ def test_page_and_figures_can_be_checked(
 def test_a_directive_that_leads_nowhere_is_told_in_one_line(
     directive: str, why: str, places: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "template.md").write_text(directive, encoding="utf-8")
+    (tmp_path / "pages" / "page.md").write_text(directive, encoding="utf-8")
 
     assert render.main(places) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert why in line
-    assert not (tmp_path / "page.md").exists()
+    assert not (tmp_path / "docs" / "page.md").exists()
 
 
 def test_a_record_of_another_version_is_refused(

@@ -317,7 +317,7 @@ def _compiled(
     includes = "".join(f'#include "{header}"\n' for header in HEADERS)
     source, library = folder / f"{name}.cpp", folder / f"{name}.so"
     failed: dict[int, str] = {}
-    options = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fwrapv", "-ffp-contract=off"]
+    options = ["-std=c++17", "-O0", "-w", "-shared", "-fPIC", "-fwrapv", "-ffp-contract=off"]
     options += [f"-I{FOLDER}", f"-I{kernel_dir}"]
     while left := [source for number, source in sources.items() if number not in failed]:
         text = "".join(left)

@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: pages of files above docs/, and links to files that are no pages."""
+"""Hooks of MkDocs: pages of files outside of docs/, and links to files that are no pages."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mkdocs.structure.files import File
+from notebook_pages import page_of_notebook
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -15,8 +16,17 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-# Files of the checkout above docs/ that are pages of the site, with the paths of these pages.
-PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+NOTEBOOKS = "examples/notebooks"
+# Files of the checkout outside of docs/ that are pages of the site, with the paths of these pages.
+PAGES = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    f"{NOTEBOOKS}/README.md": "notebooks/index.md",
+    **{
+        f"{NOTEBOOKS}/{path.name}": f"notebooks/{path.stem}.md"
+        for path in (CHECKOUT / NOTEBOOKS).glob("*.ipynb")
+    },
+}
 SOURCES = {page: source for source, page in PAGES.items()}
 
 FENCE = re.compile(r"^(?: *)```.*?^ *```$", re.DOTALL | re.MULTILINE)
@@ -26,9 +36,15 @@ MENTION = re.compile(r"(?<![\w/\">])docs/([\w/]+\.md)(?!\w|</a>)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages whose files are above docs/."""
+    """Add the pages whose files are outside of docs/, and the pictures of notebooks."""
     for source, page in PAGES.items():
-        files.append(File.generated(config, page, abs_src_path=str(CHECKOUT / source)))
+        if not source.endswith(".ipynb"):
+            files.append(File.generated(config, page, abs_src_path=str(CHECKOUT / source)))
+            continue
+        text, pictures = page_of_notebook(CHECKOUT / source)
+        files.append(File.generated(config, page, content=text))
+        for name, content in pictures.items():
+            files.append(File.generated(config, f"notebooks/{name}", content=content))
     return files
 
 

@@ -23,9 +23,11 @@ def test_the_reference_has_a_directive_for_every_public_name() -> None:
     assert sorted(names) == sorted(public_names())
 
 
-@pytest.fixture(scope="module")
-def hooks() -> ModuleType:
+@pytest.fixture
+def hooks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     pytest.importorskip("mkdocs")
+    # MkDocs, too, lets a hook import the modules next to it.
+    monkeypatch.syspath_prepend(CHECKOUT / "docs" / "site")
     found = ModuleType("hooks")
     found.__file__ = str(CHECKOUT / "docs" / "site" / "hooks.py")
     with open(found.__file__, encoding="utf-8") as file:
@@ -47,6 +49,8 @@ def hooks() -> ModuleType:
         ("guide/a.md", "", "[cpu.md](cpu.md#x)", "[The CPU backend](cpu.md#x)"),
         ("guide/a.md", "", "[b](masks.md#gallery)", "[b](masks.md#gallery)"),
         ("guide/a.md", "", "[c](../../CONTRIBUTING.md#checks)", "[c](../contributing.md#checks)"),
+        ("notebooks/03_training.md", "", "[n](04_generation.ipynb)", "[n](04_generation.md)"),
+        ("notebooks/03_training.md", "", "[t](../../docs/guide/cpu.md)", "[t](../guide/cpu.md)"),
         ("changelog.md", "", "[m](docs/guide/masks.md)", "[m](guide/masks.md)"),
         ("guide/a.md", "", "[d](https://host/y.md)", "[d](https://host/y.md)"),
         ("guide/a.md", "", "```\n[e](../../cli/main.py)\n```", "```\n[e](../../cli/main.py)\n```"),

@@ -1,7 +1,7 @@
 """Gradients of random calls on the CPU backend, against an oracle of separate code.
 
-The default run has one call of each class, and ``-m slow`` has a third of the 3,000 calls. Tests on a
-GPU run all of them.
+The default run has one call of each class, and ``-m slow`` has a third of the 3,000 calls. Tests on
+a GPU run all of them.
 """
 
 from __future__ import annotations

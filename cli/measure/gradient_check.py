@@ -165,7 +165,7 @@ class GradientCheck:
         for result in zip(naive, exact, sizes, strict=True):
             # Where the naive formula overflows, it gives no bound for the gradient.
             is_finite = xp.isfinite(result[0]) & xp.isfinite(result[1]) & xp.isfinite(result[2])
-            numbers, reference, size = (xp.where(is_finite, x, 0) for x in result)
+            numbers, reference, size = (xp.where(is_finite, x, x.dtype.type(0)) for x in result)
             kept.append(reference)
             finite.append(is_finite)
             dtype = numpy_dtype(case.dtype)

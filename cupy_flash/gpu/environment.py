@@ -9,6 +9,7 @@ import importlib.util
 import os
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,7 +131,6 @@ def kernel_cache_dir() -> Path:
     return Path(os.environ.get(_CACHE_VARIABLE, default))
 
 
-@functools.cache
 def prepare_cupy_cache() -> str | None:
     """Make sure that CuPy can be imported even if its cache folder cannot be created.
 
@@ -143,6 +143,16 @@ def prepare_cupy_cache() -> str | None:
         Reason why the folder cannot be created. None if it can, or if the parent process has
         already reported the reason.
     """
+    # Otherwise a second thread could take the temporary folder for the user's, and restore that.
+    with _preparation:
+        return _prepared_cache()
+
+
+_preparation = threading.Lock()
+
+
+@functools.cache
+def _prepared_cache() -> str | None:
     if "cupy" in sys.modules or importlib.util.find_spec("cupy") is None:
         return None
     folder = kernel_cache_dir()

@@ -10,6 +10,7 @@ import logging
 import math
 import operator
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -243,8 +244,10 @@ def clear() -> int:
     return count
 
 
-@functools.cache
-def _in_effect() -> tuple[list[Entry], list[Entry]]:
+# The caches of what the tables hold have the generation as a key, and not only as a sign to clear
+# them: a thread that began to read before a reload may finish after it.
+@functools.lru_cache(1)
+def _in_effect(generation: int) -> tuple[list[Entry], list[Entry]]:
     """Return the entries of the user's table, and those of all shipped tables."""
 
     def read(path: Path) -> list[Entry]:
@@ -260,27 +263,30 @@ def _in_effect() -> tuple[list[Entry], list[Entry]]:
 
 def entries() -> list[Entry]:
     """Return all entries in effect: the user's, and shipped ones with other keys."""
-    user, shipped = _in_effect()
+    user, shipped = _in_effect(_generation)
     return merged(shipped, user)
 
 
-@functools.cache
 def families() -> frozenset[str]:
     """Return the names of the families that have entries in effect."""
-    return frozenset(entry.family for table in _in_effect() for entry in table)
+    return _families(_generation)
+
+
+@functools.lru_cache(1)
+def _families(generation: int) -> frozenset[str]:
+    return frozenset(entry.family for table in _in_effect(generation) for entry in table)
 
 
 def reload() -> None:
-    """Clear the cached tables, so that the next lookup reads the files again."""
+    """Make the next lookup read the files again."""
     global _generation
-    _generation += 1
-    _in_effect.cache_clear()
-    families.cache_clear()
-    _nearest_first.cache_clear()
+    with _generation_lock:
+        _generation += 1
 
 
 # Number of reloads: plans made with an older table are made again.
 _generation = 0
+_generation_lock = threading.Lock()
 
 
 def generation() -> int:
@@ -320,16 +326,16 @@ def lookup_class(
         Whether to skip the user's entries of the GPU itself.
     """
     place = (device.name, device.arch, device.sm_count) if device else (CPU, 0, 0)
-    for is_shipped, tiles in _nearest_first(*place, family, digest):
+    for is_shipped, tiles in _nearest_first(_generation, *place, family, digest):
         entry = tiles.get(wanted)
         if is_shipped or (entry and not (except_user and entry.gpu == place[0])):
             return entry
     return None
 
 
-@functools.cache
+@functools.lru_cache(256)
 def _nearest_first(
-    name: str, arch: int, sm_count: int, family: str, digest: str
+    generation: int, name: str, arch: int, sm_count: int, family: str, digest: str
 ) -> list[tuple[bool, dict[str, Entry]]]:
     """Return the tables for a device, nearest first, as (whether shipped, entries by class)."""
 
@@ -343,7 +349,7 @@ def _nearest_first(
 
     result = [
         (is_shipped, entry)
-        for is_shipped, table in zip((False, True), _in_effect(), strict=True)
+        for is_shipped, table in zip((False, True), _in_effect(generation), strict=True)
         for entry in table
         if (entry.family, entry.digest) == (family, digest)
         and (entry.gpu == name or (name != CPU and entry.arch == arch))

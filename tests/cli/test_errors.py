@@ -296,15 +296,18 @@ def test_a_reader_that_went_away_is_not_worth_a_word() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("bench", "--seqln-q", "3"), "'--seqlen-q'"),
-        (("bench", "--qqq"), "'--qqq'; see cupy-flash bench --help"),
+        (("bench", "--seqln-q", "3"), "--seqlen-q"),
+        (("bench", "--qqq"), "--qqq; see cupy-flash bench --help"),
         (("bench", "extra"), "unexpected extra argument (extra); see cupy-flash bench --help"),
     ],
 )
 def test_an_option_that_is_unknown_leads_to_those_that_are_not(
     arguments: tuple[str, ...], says: str
 ) -> None:
-    assert says in commands.refusal(*arguments, prog_name="cupy-flash")
+    # click quotes the option from 8.4 on.
+    refusal = commands.refusal(*arguments, prog_name="cupy-flash")
+
+    assert says in refusal.replace("'", "")
 
 
 def test_an_error_of_cuda_is_told_in_one_line() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -92,3 +96,32 @@ def test_kernels_are_cached_where_cupy_caches_them(monkeypatch, tmp_path):
     assert kernel_cache_dir() == tmp_path / "kernels"
     monkeypatch.delenv("CUPY_CACHE_DIR")
     assert kernel_cache_dir() == type(tmp_path)(os.path.expanduser("~/.cupy/kernel_cache"))
+
+
+def test_threads_that_prepare_cupys_cache_at_once_agree_and_leave_its_variable(
+    monkeypatch, tmp_path
+):
+    file = tmp_path / "file"
+    file.touch()
+    refused = str(file / "kernels")
+    monkeypatch.setenv("CUPY_CACHE_DIR", refused)
+    monkeypatch.setenv(environment.IN_MEMORY_VARIABLE, "")
+    monkeypatch.delenv(environment.IN_MEMORY_VARIABLE)
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib, "import_module", lambda name: time.sleep(0.05))
+    threads = 4
+    start = threading.Barrier(threads)
+
+    def prepare(number):
+        start.wait(10)
+        return environment.prepare_cupy_cache()
+
+    environment._prepared_cache.cache_clear()
+    with ThreadPoolExecutor(threads) as pool:
+        reasons = list(pool.map(prepare, range(threads)))
+    environment._prepared_cache.cache_clear()
+
+    assert len(set(reasons)) == 1
+    assert reasons[0] is not None
+    assert os.environ["CUPY_CACHE_DIR"] == refused

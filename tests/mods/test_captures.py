@@ -7,20 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.foreign import Foreign
 from support.mods.generated_cuda import Text
 
 from cupy_flash.mods.captures import CaptureSpec, HostArray, read_capture
 from cupy_flash.mods.codegen.arguments import arguments_dtype, pack_arguments
 from cupy_flash.mods.modification import MaskMod, ScoreMod
-
-
-class Foreign:
-    """Array of another library that offers nothing but DLPack."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
-        self.__dlpack__ = array.__dlpack__
-        self.__dlpack_device__ = array.__dlpack_device__
 
 
 @given(st.integers(-(2**31), 2**31 - 1), st.lists(st.integers(-20, 20), min_size=1, max_size=9))

@@ -232,7 +232,7 @@ def test_finite_scores_stay_finite_as_exponents(right: float) -> None:
     case = Case(function, pairs, Value(v, zeros, zeros))
     largest = np.float32(np.finfo(np.float32).max)
     # A kernel returns ln(2) times an exponent of two, which is at most the largest number.
-    kept = np.clip(v * np.float64(np.log2(np.e)), -largest, largest).astype(np.float32)
+    kept = np.clip(v.astype(np.float64) * np.log2(np.e), -largest, largest).astype(np.float32)
     assert case.wrong_score(kept * np.float32(np.log(2))) is None
     assert case.wrong_score(np.full(count, np.copysign(np.inf, right), np.float32))
     assert case.wrong_score(np.full(count, np.nan, np.float32))

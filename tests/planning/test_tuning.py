@@ -368,6 +368,21 @@ def test_a_change_is_given_the_old_entries_and_is_in_effect_at_once(home):
     assert tuning.generation() != generation
 
 
+def test_a_thread_that_reads_a_table_during_a_change_does_not_undo_it(home, monkeypatch):
+    tuning.save(entry())
+
+    def read_before_a_change(path):
+        before = read_table(path)
+        monkeypatch.setattr(tuning, "read_table", read_table)
+        tuning.save(entry(**OTHER))  # as by another thread
+        return before
+
+    monkeypatch.setattr(tuning, "read_table", read_before_a_change)
+    tuning.entries()
+
+    assert look_up(OTHER_GPU) is not None
+
+
 def test_a_change_that_changes_nothing_writes_nothing(home):
     tuning.change(home / "tuned.json", lambda old: old)
     assert not (home / "tuned.json").exists()

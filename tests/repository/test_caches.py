@@ -12,7 +12,6 @@ PACKAGE = Path(cupy_flash.__file__).parent
 # Functions with an unbounded cache, and the few values that their arguments can have.
 FEW = {
     "_numbers_of_codes": "dtypes of 8 bits and dtypes that attention is computed in",
-    "_nearest_first": "processors, families and digests",
     "_ones": "powers of two and dtypes of scratch",
     "_parts_of_file": "files of the package",
     "_syntax": "files of the package",

@@ -176,7 +176,8 @@ def test_an_editable_install_only_points_at_the_checkout(
 
 @pytest.mark.slow
 def test_the_source_archive_holds_all_that_building_and_testing_need(tmp_path: Path) -> None:
-    expected = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", ".ci/run"}
+    expected = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", ".ci/run"}
+    expected |= {"hatch_build.py", "noxfile.py", "recipe/recipe.yaml"}
     for folder in ("cupy_flash", "cli", "tests", "examples", "benchmarks"):
         expected |= files_below(folder, ".py", ".json", ".typed", ".txt", ".md")
     expected |= files_below("kernels_cu", ".cu", ".cuh") | files_below("docs", ".md")

@@ -18,7 +18,7 @@ SOURCES = [
     path.relative_to(CHECKOUT).as_posix()
     for folder in ("benchmarks", "cli", "cupy_flash", "examples", "kernels_cu", "tests")
     for path in (CHECKOUT / folder).rglob("*.*")
-]
+] + [path.name for path in CHECKOUT.glob("*.py")]
 PAGES = sorted(
     path
     for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/*/*.md")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cupy_flash.calls import dispatch, key_lists, shared_prefix
+from cupy_flash.calls import dispatch, shared_prefix
 from cupy_flash.calls.arguments import Arguments, given_lengths
+from cupy_flash.calls.key_lists.forward import attention_to_lists
 from cupy_flash.calls.options import Options, with_statistics
 from cupy_flash.opaque import marked
 from cupy_flash.problem.tile import TileRequest, freeze_tile
@@ -276,7 +277,7 @@ def flash_attention_with_kvcache(
     if key_indices is not None:
         if shared_prefix_len.__class__ is not int or shared_prefix_len:
             raise ValueError("shared_prefix_len and key_indices are given; pass only one of them")
-        return key_lists.attention(*call, key_indices)
+        return attention_to_lists(*call, key_indices)
     # Most calls pass the integer 0; any other value is checked.
     if shared_prefix_len.__class__ is int and shared_prefix_len == 0:
         return dispatch.attention(*call)

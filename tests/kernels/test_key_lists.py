@@ -12,7 +12,7 @@ import pytest
 from support.calls.key_list_calls import KINDS, random_call
 from support.emulated_kernels import compiled
 
-from cupy_flash.calls import key_lists
+from cupy_flash.calls.key_lists import tables
 from cupy_flash.families.contract import TranslationUnit
 from cupy_flash.gpu.compiler import compile_cubin
 from cupy_flash.gpu.key_lists import (
@@ -65,13 +65,13 @@ def test_block_tables_are_those_of_numpy(
         struct = "KeyListParams"
         run(folder, key_list_unit(), ENTRY, struct, KEY_LIST_DTYPE, arrays, sizes, threads)
 
-    monkeypatch.setattr(key_lists.key_lists, "compact", compact)
+    monkeypatch.setattr(tables.key_lists, "compact", compact)
     compared = 0
-    plain = key_lists._tables_on_host
+    plain = tables._tables_on_host
 
     def both(*arguments: Any) -> Any:
         nonlocal compared
-        expected, found = plain(*arguments), key_lists._tables_on_gpu(*arguments)
+        expected, found = plain(*arguments), tables._tables_on_gpu(*arguments)
         np.testing.assert_array_equal(found.counts, expected.counts)
         seen = np.arange(expected.rows.shape[2]) < expected.counts[..., None]
         for name, after in (("rows", -1), ("keys", 0)):
@@ -83,7 +83,7 @@ def test_block_tables_are_those_of_numpy(
         compared += 1
         return found
 
-    monkeypatch.setattr(key_lists, "_tables_on_host", both)
+    monkeypatch.setattr(tables, "_tables_on_host", both)
     for _ in range(8):
         random_call(rng, kind).run(np)
     assert compared == 8

@@ -12,7 +12,7 @@ from support.comparisons import with_arrays
 
 import cupy_flash
 from cupy_flash import UnsupportedError, flash_attention, flash_attention_backward
-from cupy_flash.calls import key_list_gradients
+from cupy_flash.calls.key_lists import backward
 from cupy_flash.reference import gradients as dense
 from cupy_flash.reference import packed_gradients as packed
 
@@ -81,7 +81,7 @@ def test_random_calls_obey_the_error_rule(
 ) -> None:
     if number % 2:
         # Few queries at a time.
-        monkeypatch.setattr(key_list_gradients, "_CHUNK_BYTES", 1 << 14)
+        monkeypatch.setattr(backward, "_CHUNK_BYTES", 1 << 14)
     kernels = int(rng.integers(2**32))
     for _ in range(40 if xp is not np else 2):
         call = random_call(rng, kind, choices=np.random.default_rng(kernels))

@@ -30,18 +30,10 @@ from cupy_flash.calls.check.whole_call import (
     on_stream_of_tensors,
 )
 from cupy_flash.calls.conversions import converted
-from cupy_flash.calls.key_lists import (
-    Queries,
-    Tables,
-    bits,
-    modifications_of,
-    queries_of,
-    read_indices,
-    require_supported,
-    reshaped,
-    stored_rows,
-    tables_of,
-)
+from cupy_flash.calls.key_lists.modifications import modifications_of, require_supported
+from cupy_flash.calls.key_lists.queries import Queries, queries_of
+from cupy_flash.calls.key_lists.stored import bits, reshaped, stored_rows
+from cupy_flash.calls.key_lists.tables import Tables, read_indices, tables_of
 from cupy_flash.calls.options import Options
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.gpu import key_lists
@@ -52,7 +44,7 @@ from cupy_flash.problem.gradient import ROWS
 _CHUNK_BYTES = 256 << 20
 
 
-def gradients(
+def gradients_of_lists(
     arguments: GradientArguments,
     options: Options,
     backend: str,
@@ -66,7 +58,7 @@ def gradients(
     """
     call = (arguments, options, backend, modifications)
     if is_dynamo_tracing():
-        return outside(gradients, (*call, stream, key_indices))
+        return outside(gradients_of_lists, (*call, stream, key_indices))
     assert options.wrt is not None
     if others := [name for name in options.wrt if name not in ROWS]:
         raise UnsupportedError(

@@ -19,6 +19,7 @@ from cupy_flash import (
     flash_attention_varlen,
     flash_attention_with_kvcache,
 )
+from cupy_flash.calls.key_lists import fold, forward
 
 BATCH, ROWS, KEYS, HEADS, DIM = 2, 3, 20, 4, 8
 
@@ -74,6 +75,62 @@ def test_a_key_listed_twice_counts_twice(xp: Any) -> None:
     keys, values = (x[:, [4, 4, 9]] for x in (k, v))
     plain = flash_attention(q, keys, values)
     np.testing.assert_allclose(on_host(found), on_host(plain), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["bias", "mask", "alibi_slopes", "softcap", "nothing"])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_lists_of_each_kv_head_take_one_call(
+    name: str, is_packed: bool, xp: Any, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    q, k, v, _ = arrays(xp)
+    lists = xp.asarray(rng.integers(-1, KEYS, (BATCH, ROWS, 2, 7)).astype(np.int32))
+    pairs = (HEADS, BATCH * ROWS, KEYS) if is_packed else (BATCH, HEADS, ROWS, KEYS)
+    options = {
+        "bias": {"bias": xp.asarray(rng.standard_normal(pairs))},
+        "mask": {"mask": xp.asarray(rng.random(pairs) < 0.7)},
+        "alibi_slopes": {"alibi_slopes": xp.asarray(rng.random((BATCH, HEADS)))},
+        "softcap": {"softcap": 2.0},
+        "nothing": {},
+    }[name] | {"causal": True, "return_lse": True, "return_entropy": True}
+    function, given = flash_attention, (q, k, v)
+    if is_packed:
+        ends = [0, ROWS, 2 * ROWS], [0, KEYS, 2 * KEYS], ROWS, KEYS
+        function = flash_attention_varlen
+        given = (*(x.reshape(-1, *x.shape[2:]) for x in (q, k, v)), *ends)
+        lists = lists.reshape(-1, 2, 7)
+    calls = []
+    run = forward.dispatch.attention
+    monkeypatch.setattr(forward.dispatch, "attention", lambda *x: calls.append(x) or run(*x))
+    found = function(*given, key_indices=lists, **options)
+    assert len(calls) == 1
+    (inner, *_), *_ = calls
+    cache = given[1]
+    assert xp.may_share_memory(inner.k_cache, cache)
+    assert inner.q.shape[:3] == (2 * BATCH * ROWS, 1, HEADS // 2)
+    monkeypatch.setattr(fold, "_can_fold", lambda _: False)
+    expected = function(*given, key_indices=lists, **options)
+    assert len(calls) == 3
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(on_host(one), on_host(other), rtol=0, atol=1e-14)
+
+
+def test_sinks_and_other_strides_take_one_call_for_each_kv_head(
+    xp: Any, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    q, k, v, _ = arrays(xp)
+    lists = xp.asarray(rng.integers(-1, KEYS, (BATCH, ROWS, 2, 7)).astype(np.int32))
+    apart = [xp.stack([x, x], axis=2)[:, :, 0] for x in (k, v)]
+    calls = []
+    run = forward.dispatch.attention
+    monkeypatch.setattr(forward.dispatch, "attention", lambda *x: calls.append(x) or run(*x))
+    plain = flash_attention(q, k, v, key_indices=lists)
+    assert len(calls) == 1
+    strided = flash_attention(q, *apart, key_indices=lists)
+    assert len(calls) == 3
+    np.testing.assert_allclose(on_host(strided), on_host(plain), rtol=0, atol=1e-14)
+    sinks = xp.asarray(rng.standard_normal(HEADS))
+    flash_attention(q, k, v, key_indices=lists, sinks=sinks)
+    assert len(calls) == 5
 
 
 def test_a_list_may_be_that_of_all_queries_of_a_sequence(xp: Any) -> None:

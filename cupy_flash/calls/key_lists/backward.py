@@ -30,6 +30,7 @@ from cupy_flash.calls.check.whole_call import (
     on_stream_of_tensors,
 )
 from cupy_flash.calls.conversions import converted
+from cupy_flash.calls.key_lists.fold import fold_heads
 from cupy_flash.calls.key_lists.modifications import modifications_of, require_supported
 from cupy_flash.calls.key_lists.queries import Queries, queries_of
 from cupy_flash.calls.key_lists.stored import bits, reshaped, stored_rows
@@ -120,12 +121,11 @@ class _Passes:
         modifications: Mapping[str, Any],
     ) -> None:
         assert options.wrt is not None
-        problem = whole.problem
         self._whole, self._options, self._backend = whole, options, backend
-        self._queries, self._tables, self._modifications = queries, tables, modifications or {}
-        self._stored = stored_rows(whole)
-        rows, heads = len(queries.query), problem.heads_q
-        packed = problem.layout.packed_q
+        self._modifications = modifications or {}
+        self._listed = fold_heads(queries, tables, stored_rows(whole))
+        folded, packed = self._listed.folded, whole.problem.layout.packed_q
+        rows, heads = len(queries.query) * folded, whole.problem.heads_q // folded
         self._rows = {
             name: reshaped(
                 x if packed else to_bshd(x, options.layout), (rows, 1, heads, x.shape[-1])
@@ -142,22 +142,22 @@ class _Passes:
     @ignore_fp_errors
     def compute(self) -> dict[str, Any]:
         """Return the requested gradients by name, with the axes of the call."""
-        whole, options, tables = self._whole, self._options, self._tables
-        problem, xp = whole.problem, array_module(self._rows["q"])
+        options, (_, tables, stored, _) = self._options, self._listed
+        problem, xp = self._whole.problem, array_module(self._rows["q"])
         assert options.wrt is not None
         total = np.dtype(np.float64 if problem.dtype == "float64" else np.float32)
         found = {"q": xp.zeros(self._rows["q"].shape, total)}
         for name in ("k", "v"):
-            found[name] = xp.zeros(self._stored[f"{name}_cache"].shape, total)
-        entries = tables.rows.shape[2]
+            found[name] = xp.zeros(stored[f"{name}_cache"].shape, total)
+        entries, heads_kv = tables.rows.shape[2], stored["k_cache"].shape[2]
         dims = problem.head_dim + problem.head_dim_v
-        each = entries * problem.heads_kv * dims * total.itemsize
+        each = entries * heads_kv * dims * total.itemsize
         step = max(1, _CHUNK_BYTES // max(1, each))
         lists = len(tables.rows)
         for first in range(0, len(self._rows["q"]) if entries else 0, step):
             span = slice(first, first + step)
             for group in range(lists):
-                counts = (n // lists for n in (problem.heads_q, problem.heads_kv))
+                counts = (n // lists for n in (found["q"].shape[2], heads_kv))
                 heads, kv = (slice(group * n, (group + 1) * n) for n in counts)
                 gradients = self._of_rows(span, group, heads, kv)
                 table, lengths = tables.rows[group, span], tables.counts[group, span]
@@ -171,18 +171,20 @@ class _Passes:
 
     def _of_rows(self, span: slice, group: int, heads: slice, kv: slice) -> dict[str, Any]:
         """Return the gradients of some queries, and of the keys and values gathered for them."""
-        whole, options, tables = self._whole, self._options, self._tables
+        options, (queries, tables, rows_of, _) = self._options, self._listed
         xp = array_module(self._rows["q"])
         table, lengths = tables.rows[group, span], tables.counts[group, span]
         places = xp.where(xp.arange(table.shape[1]) < lengths[:, None], table, 0)
         gathered = {}
         for name in ("k", "v"):
-            stored = self._stored[f"{name}_cache"][:, 0, kv]
+            stored = rows_of[f"{name}_cache"][:, 0, kv]
             gathered[name] = bits(stored)[places].view(stored.dtype)
         rows = {name: x[span][..., heads, :] for name, x in self._rows.items()}
-        queries = Queries(*(None if x is None else x[span] for x in self._queries))
-        keys = None if tables.keys is None else tables.keys[group, span]
-        own = modifications_of(whole, queries, keys, heads, self._modifications)
+        keys = None
+        if tables.keys is not None:
+            keys = tables.keys[group, span]
+            queries = Queries(*(None if x is None else x[span] for x in queries))
+        own = modifications_of(self._whole, queries, keys, heads, self._modifications)
         own.pop("sinks", None)
         inner = Options(
             "dense",

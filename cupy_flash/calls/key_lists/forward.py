@@ -28,13 +28,22 @@ from cupy_flash.calls.check.whole_call import (
     is_capturing_tensors,
     on_stream_of_tensors,
 )
-from cupy_flash.calls.key_lists.modifications import modifications_of, require_supported
+from cupy_flash.calls.key_lists.fold import Listed, fold_heads
+from cupy_flash.calls.key_lists.modifications import (
+    modifications_of,
+    require_pages,
+    require_supported,
+)
 from cupy_flash.calls.key_lists.queries import Queries, queries_of
 from cupy_flash.calls.key_lists.stored import bits, reshaped, stored_rows
 from cupy_flash.calls.key_lists.tables import Tables, read_indices, tables_of
 from cupy_flash.calls.options import Options
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.opaque import is_dynamo_tracing, outside
+
+# Values of `key_indices_in`: a key is given by its index in the sequence, or by its row in all
+# pages, page * page_size + row.
+INDICES_IN = ("sequence", "pages")
 
 
 def attention_to_lists(
@@ -45,14 +54,19 @@ def attention_to_lists(
     modifications: Mapping[str, Any],
     stream: Any | None,
     key_indices: Any,
+    key_indices_in: str = "sequence",
 ) -> Any:
     """Return the result of a call whose queries attend to listed keys.
 
     `dispatch.attention` describes the other arguments.
     """
+    if key_indices_in not in INDICES_IN:
+        raise ValueError(
+            f"key_indices_in is {key_indices_in!r}; expected {' or '.join(map(repr, INDICES_IN))}"
+        )
     call = (arguments, options, backend, keys, modifications)
     if is_dynamo_tracing():
-        return outside(attention_to_lists, (*call, stream, key_indices))
+        return outside(attention_to_lists, (*call, stream, key_indices, key_indices_in))
     with on_stream(stream, arguments.like), on_stream_of_tensors(arguments.q):
         if is_capturing_tensors(arguments.q):
             raise UnsupportedError(
@@ -61,16 +75,20 @@ def attention_to_lists(
             )
         whole = check_whole(arguments, options, keys, modifications)
         require_supported(whole)
+        layout, in_pages = whole.problem.layout, key_indices_in == "pages"
+        if in_pages:
+            require_pages(whole)
         convert = kinds.result_converter("q", arguments.q)
         indices = read_indices(key_indices, whole)
-        if whole.problem.batch == 0 or whole.problem.seqlen_k == 0:
+        rows = layout.pages * layout.page_size if in_pages else whole.problem.seqlen_k
+        if whole.problem.batch == 0 or rows == 0:
             # No query attends to a key.
             return dispatch.attention(*call)
-        queries = queries_of(whole, keys)
+        queries = queries_of(whole, keys, in_pages=in_pages)
         inner = _Inner(
             whole, backend, keys, queries, tables_of(whole, queries, indices), modifications
         )
-        if whole.problem.layout.appends:
+        if layout.appends:
             inner.require_family()
             _append(whole, backend, keys)
         out, *of_rows = inner.compute()
@@ -84,6 +102,12 @@ def attention_to_lists(
         else:
             out = convert(out)
         return (out, *results) if results else out
+
+
+def require_lists(key_indices_in: str) -> None:
+    """Raise ValueError if a call without lists says what their indices mean."""
+    if key_indices_in != INDICES_IN[0]:
+        raise ValueError(f"key_indices_in is {key_indices_in!r}, but key_indices are missing")
 
 
 def _append(whole: WholeCall, backend: str, keys: int) -> None:
@@ -116,12 +140,19 @@ class _Inner:
         modifications: Mapping[str, Any],
     ) -> None:
         problem, options = whole.problem, whole.options
-        self._whole, self._backend, self._queries, self._tables = whole, backend, queries, tables
+        self._whole, self._backend, self._queries = whole, backend, queries
         self._modifications = modifications or {}
+        stored = {n: x for n, x in stored_rows(whole).items() if x is not None}
+        if getattr(whole.arguments, "sinks", None) is None:
+            self._listed = fold_heads(queries, tables, stored)
+        else:
+            # A call has one sink for each of its heads, whatever the sequence.
+            self._listed = Listed(queries, tables, stored, 1)
         q = _rotated(whole, keys_before)
         q = q if problem.layout.packed_q else to_bshd(q, options.layout)
-        self._q = reshaped(q, (len(queries.query), 1, problem.heads_q, problem.head_dim))
-        self._stored = {n: x for n, x in stored_rows(whole).items() if x is not None}
+        rows, folded = len(queries.query), self._listed.folded
+        heads = problem.heads_q // folded
+        self._q = reshaped(q, (rows * folded, 1, heads, problem.head_dim))
         self._options = Options(
             "kvcache",
             softmax_scale=options.softmax_scale,
@@ -137,20 +168,21 @@ class _Inner:
 
     def _call(self, group: int) -> tuple[Arguments, slice, dict[str, Any]]:
         """Return the arrays of a call, its query heads, and its modifications."""
-        problem, xp = self._whole.problem, array_module(self._q)
-        counts = (n // len(self._tables.rows) for n in (problem.heads_q, problem.heads_kv))
+        xp, (queries, tables, stored, _) = array_module(self._q), self._listed
+        heads_kv = stored["k_cache"].shape[2]
+        counts = (n // len(tables.rows) for n in (self._q.shape[2], heads_kv))
         heads, kv = (slice(group * n, (group + 1) * n) for n in counts)
-        table, lengths = self._tables.rows[group], self._tables.counts[group]
-        keys = None if self._tables.keys is None else self._tables.keys[group]
+        table, lengths = tables.rows[group], tables.counts[group]
+        keys = None if tables.keys is None else tables.keys[group]
         if table.shape[1] == 0:
             table = keys = xp.zeros((len(table), 1), np.int32)
         rows = Arguments(
             q=self._q[:, :, heads],
             block_table=table,
             cache_seqlens=lengths,
-            **{name: x[:, :, kv] for name, x in self._stored.items()},
+            **{name: x[:, :, kv] for name, x in stored.items()},
         )
-        own = modifications_of(self._whole, self._queries, keys, heads, self._modifications)
+        own = modifications_of(self._whole, queries, keys, heads, self._modifications)
         return rows, heads, own
 
     def require_family(self) -> None:
@@ -165,19 +197,20 @@ class _Inner:
         xp, shape = array_module(self._q), (problem.batch, problem.seqlen_q)
         out = xp.empty((*self._q.shape[:-1], problem.head_dim_v), self._q.dtype)
         found = []
-        for group in range(len(self._tables.rows)):
+        for group in range(len(self._listed.tables.rows)):
             rows, heads, own = self._call(group)
             rows = rows._replace(out=out[:, :, heads])
             found.append(dispatch.attention(rows, self._options, self._backend, 0, own)[1:])
+        out = out.reshape(-1, problem.heads_q, problem.head_dim_v)
         of_rows = [xp.concatenate(x, axis=1) for x in zip(*found, strict=True)]
+        of_rows = [x.reshape(-1, problem.heads_q) for x in of_rows]
         if problem.layout.packed_q:
-            out = out[:, 0]
-            of_rows = [x[:, :, 0].T for x in of_rows]
+            of_rows = [x.T for x in of_rows]
             # The log-sum-exp of a row of no sequence has no sink.
             lse = xp.where(self._queries.is_owned, of_rows[0], -np.inf)
             of_rows[0] = lse.astype(of_rows[0].dtype)
         else:
-            out = out.reshape(*shape, *out.shape[2:])
+            out = out.reshape(*shape, *out.shape[1:])
             of_rows = [x.reshape(*shape, problem.heads_q).swapaxes(1, 2) for x in of_rows]
             if options.layout == "bhsd":
                 out = out.swapaxes(1, 2)

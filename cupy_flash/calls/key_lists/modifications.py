@@ -12,10 +12,13 @@ from cupy_flash.calls.check.whole_call import WholeCall
 from cupy_flash.calls.key_lists.queries import Queries
 from cupy_flash.calls.key_lists.stored import require_rows
 from cupy_flash.errors import UnsupportedError
+from cupy_flash.mods.keywords import Window
 
 # Arrays of modifications that calls with lists support, and those that have an element per pair.
 _SUPPORTED = {"alibi_slopes", "sinks", "bias", "mask", "prefix_lens", "seqlens_k", "q_offset"}
 _OF_PAIRS = ("bias", "mask")
+# Arrays of modifications that do not depend on the positions of keys.
+_WITHOUT_POSITIONS = {"sinks"}
 # Modifications that depend on the keys of a list.
 OF_KEYS = (*_OF_PAIRS, "alibi_slopes")
 
@@ -53,6 +56,33 @@ def require_supported(whole: WholeCall) -> None:
         )
 
 
+def require_pages(whole: WholeCall) -> None:
+    """Raise an error for calls whose lists cannot hold rows of pages.
+
+    Raises
+    ------
+    ValueError
+        Without a block table.
+    UnsupportedError
+        For masks and changes of scores that depend on the position of a key.
+    """
+    if not whole.problem.layout.page_size:
+        raise ValueError(
+            "key_indices_in is 'pages' without a block_table; expected 'sequence', or a block_table"
+        )
+    key = whole.options.mod_key
+    names = ["causal"] if whole.options.causal else []
+    if key is not None:
+        names += ["window_size"] if key.window != Window() else []
+        names += sorted(set(key.names) - _WITHOUT_POSITIONS)
+    if names:
+        raise UnsupportedError(
+            f"{names[0]} is not supported together with key_indices_in='pages': a row of a page "
+            "has no known position in the sequence; list only the rows that the mask leaves, or "
+            "pass indices in the sequence"
+        )
+
+
 @ignore_fp_errors
 def modifications_of(
     whole: WholeCall, queries: Queries, keys: Any, heads: slice, modifications: Mapping[str, Any]
@@ -72,7 +102,8 @@ def modifications_of(
     }
     slopes = getattr(arguments, "alibi_slopes", None)
     if slopes is not None:
-        slopes = slopes[queries.sequence][:, heads] if slopes.ndim == 2 else slopes[None, heads]
+        of_row = _heads(queries, heads, xp)
+        slopes = slopes[queries.sequence[:, None], of_row] if slopes.ndim == 2 else slopes[of_row]
         distance = abs(queries.position[:, None] - keys)
         bias = -slopes[:, :, None] * distance[:, None]
         bias = bias.astype(slopes.dtype)
@@ -82,6 +113,12 @@ def modifications_of(
     return result | {name: xp.ascontiguousarray(x[:, :, None]) for name, x in of_pairs.items()}
 
 
+def _heads(queries: Queries, heads: slice, xp: Any) -> Any:
+    """Return the query heads of each row, (R or 1, heads)."""
+    own = xp.arange(heads.start, heads.stop)[None]
+    return own if queries.kv_head is None else own + queries.kv_head[:, None] * own.size
+
+
 def _of_pairs(whole: WholeCall, queries: Queries, keys: Any, heads: slice, name: str) -> Any:
     """Return the elements of a bias or mask for the listed keys, (R, heads or 1, K)."""
     array, problem = getattr(whole.arguments, name), whole.problem
@@ -89,13 +126,11 @@ def _of_pairs(whole: WholeCall, queries: Queries, keys: Any, heads: slice, name:
     if problem.layout.packed_q:
         # One batch, whose queries are the rows.
         sizes = (1, problem.layout.total_q, whole.options.max_seqlen_k)
-        sequence, query = xp.zeros_like(queries.query), xp.arange(len(keys))
+        sequence, query = xp.zeros_like(queries.query), queries.row
     else:
         sizes = (problem.batch, problem.seqlen_q, problem.seqlen_k)
         sequence, query = queries.sequence, queries.query
     array = array.reshape((1,) * (4 - array.ndim) + array.shape)
     array = xp.broadcast_to(array, (sizes[0], array.shape[1], *sizes[1:]))
-    if array.shape[1] > 1:
-        array = array[:, heads]
-    own = xp.arange(array.shape[1])[:, None]
-    return array[sequence[:, None, None], own, query[:, None, None], keys[:, None]]
+    own = _heads(queries, heads, xp) if array.shape[1] > 1 else xp.zeros((1, 1), int)
+    return array[sequence[:, None, None], own[..., None], query[:, None, None], keys[:, None]]

@@ -21,9 +21,14 @@ class Queries(NamedTuple):
     begins, ends, prefixes
         A query may attend to the keys j with begins <= j < ends, and to those before `prefixes`.
     first_rows
-        Row of the sequence's first key in the arrays without their batch axes; None with pages.
+        Row of the sequence's first key in the arrays without their batch axes; None if a block
+        table gives the row of each key.
     is_owned
         Whether the query belongs to a sequence.
+    row
+        Index of each query in q if q is packed.
+    kv_head
+        KV head of each query if there is a query for each of them, otherwise None.
     """
 
     sequence: Any
@@ -34,6 +39,8 @@ class Queries(NamedTuple):
     prefixes: Any | None
     first_rows: Any | None
     is_owned: Any
+    row: Any | None
+    kv_head: Any | None = None
 
 
 def _lengths(whole: WholeCall, keys: int) -> Any:
@@ -65,8 +72,11 @@ def _lengths(whole: WholeCall, keys: int) -> Any:
     return lengths.clip(0, problem.seqlen_k).astype(np.int64)
 
 
-def queries_of(whole: WholeCall, keys: int) -> Queries:
-    """Return the queries of a call, and what they may attend to by length and position."""
+def queries_of(whole: WholeCall, keys: int, *, in_pages: bool = False) -> Queries:
+    """Return the queries of a call, and what they may attend to by length and position.
+
+    With `in_pages`, a list holds rows of all pages instead of keys of the query's sequence.
+    """
     arguments, problem = whole.arguments, whole.problem
     layout, xp = problem.layout, array_module(arguments.q)
     lengths, offsets = _lengths(whole, keys), getattr(arguments, "q_offset", None)
@@ -80,6 +90,7 @@ def queries_of(whole: WholeCall, keys: int) -> Queries:
         is_owned = (query >= 0) & (query < seqlens_q[sequence])
         first = lengths - seqlens_q if first is None else first
     else:
+        row = None
         sequence = xp.repeat(xp.arange(problem.batch), problem.seqlen_q)
         query = xp.tile(xp.arange(problem.seqlen_q), problem.batch)
         is_owned = xp.ones(len(query), bool)
@@ -89,6 +100,9 @@ def queries_of(whole: WholeCall, keys: int) -> Queries:
             first = xp.full(problem.batch, problem.q_offset)
     position, length = first[sequence] + query, xp.where(is_owned, lengths[sequence], 0)
     begins, ends, prefixes = xp.zeros_like(length), length, None
+    if in_pages:
+        ends = xp.where(is_owned, layout.pages * layout.page_size, 0)
+        return Queries(sequence, query, position, begins, ends, None, begins, is_owned, row)
     window = None if whole.options.mod_key is None else whole.options.mod_key.window
     if window is not None and window.left is not None:
         begins = position - window.left
@@ -110,4 +124,4 @@ def queries_of(whole: WholeCall, keys: int) -> Queries:
             )
             starts = caches.astype(np.int64) * problem.seqlen_k
         first_rows = starts[sequence]
-    return Queries(sequence, query, position, begins, ends, prefixes, first_rows, is_owned)
+    return Queries(sequence, query, position, begins, ends, prefixes, first_rows, is_owned, row)

@@ -84,14 +84,13 @@ def _tables_on_host(whole: WholeCall, queries: Queries, indices: Any) -> Tables:
     # A stable order: the visible keys first.
     order = np.argsort(~visible, axis=-1, kind="stable")
     keys = np.take_along_axis(np.where(visible, keys, 0), order, -1)
-    if layout.page_size:
+    if queries.first_rows is None:
         pages = whole.arguments.block_table[
             queries.sequence[of_list], keys // layout.page_size
         ].astype(np.int64)
         is_page = (pages >= 0) & (pages < layout.pages)
         rows = np.where(is_page, pages * layout.page_size + keys % layout.page_size, -1)
     else:
-        assert queries.first_rows is not None
         rows = queries.first_rows[of_list] + keys
     counts = visible.sum(axis=-1).astype(np.int32)
     rows, keys = (x.astype(np.int32).swapaxes(0, 1) for x in (rows, keys))
@@ -124,13 +123,12 @@ def _tables_on_gpu(whole: WholeCall, queries: Queries, indices: Any) -> Tables:
     sizes = {"queries": of_sequence, "lists": lists, "entries": entries, "rows": rows}
     strides = zip(("batch_stride", "query_stride", "list_stride"), indices.strides, strict=False)
     sizes |= {name: stride // indices.itemsize for name, stride in strides}
-    if layout.page_size:
+    if queries.first_rows is None:
         arrays["block_table"] = whole.arguments.block_table
         arrays["sequences"] = queries.sequence.astype(np.int32)
         names = ("block_table_stride", "page_size", "pages")
         sizes |= {name: getattr(layout, name) for name in names}
     else:
-        assert queries.first_rows is not None
         arrays["first_rows"] = queries.first_rows.astype(np.int64)
     key_lists.compact(arrays, sizes)
     return tables

@@ -208,3 +208,21 @@ def test_a_bias_of_packed_queries_in_several_passes(
     found = cupy_flash.flash_attention_varlen_backward(dout, q, k, v, *results, *ends, **given)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(on_host(one), on_host(other), rtol=0, atol=1e-12)
+
+
+def test_pullback_functions_take_lists(xp: Any) -> None:
+    q, k, v, lists, dout, out, lse = arrays(xp)
+    expected = flash_attention_backward(dout, q, k, v, out, lse, key_indices=lists)
+    again, pullback = cupy_flash.flash_attention_vjp(q, k, v, key_indices=lists)
+    np.testing.assert_array_equal(on_host(again), on_host(out))
+    for one, other in zip(pullback(dout), expected, strict=True):
+        np.testing.assert_array_equal(on_host(one), on_host(other))
+    packed = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v, lists, dout)]
+    ends = [0, 3, 6], [0, 9, 18], 3, 9
+    again, pullback = cupy_flash.flash_attention_varlen_vjp(
+        *packed[:3], *ends, key_indices=packed[3]
+    )
+    for one, other in zip((again, *pullback(packed[4])), (out, *expected), strict=True):
+        np.testing.assert_allclose(
+            on_host(one), on_host(other).reshape(one.shape), rtol=0, atol=1e-13
+        )

@@ -33,7 +33,7 @@ from cupy_flash.calls.conversions import converted
 from cupy_flash.calls.key_lists.fold import fold_heads
 from cupy_flash.calls.key_lists.modifications import modifications_of, require_supported
 from cupy_flash.calls.key_lists.queries import Queries, queries_of
-from cupy_flash.calls.key_lists.stored import bits, reshaped, stored_rows
+from cupy_flash.calls.key_lists.stored import bits, contiguous, reshaped, stored_rows
 from cupy_flash.calls.key_lists.tables import Tables, read_indices, tables_of
 from cupy_flash.calls.options import Options
 from cupy_flash.errors import UnsupportedError
@@ -206,7 +206,7 @@ class _Passes:
         like = getattr(self._whole.arguments, name)
         if self._whole.problem.layout.packed_q or self._options.layout == "bshd":
             return gradient.reshape(like.shape)
-        return gradient.reshape(to_bshd(like, "bhsd").shape).swapaxes(1, 2)
+        return contiguous(gradient.reshape(to_bshd(like, "bhsd").shape).swapaxes(1, 2))
 
 
 def _add(total: Any, table: Any, lengths: Any, parts: Any) -> None:

@@ -35,7 +35,7 @@ from cupy_flash.calls.key_lists.modifications import (
     require_supported,
 )
 from cupy_flash.calls.key_lists.queries import Queries, queries_of
-from cupy_flash.calls.key_lists.stored import bits, reshaped, stored_rows
+from cupy_flash.calls.key_lists.stored import bits, contiguous, reshaped, stored_rows
 from cupy_flash.calls.key_lists.tables import Tables, read_indices, tables_of
 from cupy_flash.calls.options import Options
 from cupy_flash.errors import UnsupportedError
@@ -93,14 +93,14 @@ def attention_to_lists(
             _append(whole, backend, keys)
         out, *of_rows = inner.compute()
         count_writes(*arguments.written(options).values())
-        results = [convert(x) for x in of_rows]
+        results = [convert(contiguous(x)) for x in of_rows]
         if arguments.out is not None:
             bits(whole.arguments.out)[...] = bits(out)
             # The conversion makes the caller's stream wait for ours.
             convert(out)
             out = arguments.out
         else:
-            out = convert(out)
+            out = convert(contiguous(out))
         return (out, *results) if results else out
 
 

@@ -37,6 +37,11 @@ def bits(array: Any) -> Any:
     return array.view(f"uint{8 * array.itemsize}")
 
 
+def contiguous(array: Any) -> Any:
+    """Return an array without gaps, a copy only where this is necessary."""
+    return array_module(array).ascontiguousarray(bits(array)).view(array.dtype)
+
+
 def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
     """Return an array with another shape, a view where this is possible."""
     return bits(array).reshape(shape).view(array.dtype)

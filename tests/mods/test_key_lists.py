@@ -12,8 +12,6 @@ from support.comparisons import with_arrays
 
 import cupy_flash
 from cupy_flash import (
-    MaskMod,
-    ScoreMod,
     UnsupportedError,
     flash_attention,
     flash_attention_varlen,
@@ -218,8 +216,6 @@ def test_8_bit_caches_with_any_scales(xp: Any, rng: np.random.Generator) -> None
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"mask_mod": MaskMod(lambda i, j: i != j)}, "mask_mod"),
-        ({"score_mod": ScoreMod(lambda score: score * 2)}, "score_mod"),
         ({"dropout_p": 0.5, "dropout_seed": 1}, "dropout_seed"),
         ({"tree_mask": np.ones((BATCH, ROWS), np.uint64)}, "tree_mask"),
     ],

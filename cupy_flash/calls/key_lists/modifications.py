@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from cupy_flash.arrays.numpy_errors import ignore_fp_errors
 from cupy_flash.arrays.strided import array_module
 from cupy_flash.calls.arguments import CACHES
+from cupy_flash.calls.check.modifications import ModificationKey
 from cupy_flash.calls.check.whole_call import WholeCall
+from cupy_flash.calls.key_lists.functions import FUNCTIONS, function_of_lists
 from cupy_flash.calls.key_lists.queries import Queries
 from cupy_flash.calls.key_lists.stored import require_rows
 from cupy_flash.errors import UnsupportedError
@@ -19,8 +21,8 @@ _SUPPORTED = {"alibi_slopes", "sinks", "bias", "mask", "prefix_lens", "seqlens_k
 _OF_PAIRS = ("bias", "mask")
 # Arrays of modifications that do not depend on the positions of keys.
 _WITHOUT_POSITIONS = {"sinks"}
-# Modifications that depend on the keys of a list.
-OF_KEYS = (*_OF_PAIRS, "alibi_slopes")
+# Arrays of modifications that depend on the keys of a list.
+_OF_KEYS = (*_OF_PAIRS, "alibi_slopes")
 
 
 def require_supported(whole: WholeCall) -> None:
@@ -43,17 +45,21 @@ def require_supported(whole: WholeCall) -> None:
             require_rows(name, getattr(whole.arguments, name))
     if key is None:
         return
-    names = sorted(set(key.names) - _SUPPORTED)
-    names += [name for name in ("score_mod", "mask_mod") if getattr(key, name) is not None]
+    names = [*_other_arrays(key, _SUPPORTED)]
     if key.dropout_threshold is not None:
         names.append("dropout_p")
-    # Captured arrays have the names of their functions in front.
-    names = list(dict.fromkeys(name.split(".")[0] for name in names))
     if names:
+        supported = sorted((*_SUPPORTED, *FUNCTIONS))
         raise UnsupportedError(
             f"{names[0]} is not supported together with key_indices; expected only masks by "
-            f"position, softcap and {', '.join(sorted(_SUPPORTED))}"
+            f"position, softcap and {', '.join(supported)}"
         )
+
+
+def _other_arrays(key: ModificationKey, known: Collection[str]) -> list[str]:
+    """Return the names of the arrays of modifications other than captures that are not known."""
+    # Captured arrays have the names of their functions in front.
+    return sorted(x for x in {*key.names} - {*known} if not x.startswith(FUNCTIONS))
 
 
 def require_pages(whole: WholeCall) -> None:
@@ -74,7 +80,8 @@ def require_pages(whole: WholeCall) -> None:
     names = ["causal"] if whole.options.causal else []
     if key is not None:
         names += ["window_size"] if key.window != Window() else []
-        names += sorted(set(key.names) - _WITHOUT_POSITIONS)
+        names += [name for name in FUNCTIONS if getattr(key, name) is not None]
+        names += _other_arrays(key, _WITHOUT_POSITIONS)
     if names:
         raise UnsupportedError(
             f"{names[0]} is not supported together with key_indices_in='pages': a row of a page "
@@ -83,13 +90,24 @@ def require_pages(whole: WholeCall) -> None:
         )
 
 
+def depend_on_keys(whole: WholeCall) -> bool:
+    """Return whether modifications depend on which keys a list holds."""
+    key, arguments = whole.options.mod_key, whole.arguments
+    has_functions = key is not None and any(getattr(key, x) is not None for x in FUNCTIONS)
+    return has_functions or any(getattr(arguments, x, None) is not None for x in _OF_KEYS)
+
+
 @ignore_fp_errors
 def modifications_of(
     whole: WholeCall, queries: Queries, keys: Any, heads: slice, modifications: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the modifications of the inner call of these heads; `keys` are those of its table."""
     arguments, xp = whole.arguments, array_module(whole.arguments.q)
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {
+        name: function_of_lists(name, function, whole, queries, keys, heads)
+        for name in FUNCTIONS
+        if (function := modifications.get(name)) is not None and len(keys)
+    }
     if modifications.get("softcap") is not None:
         result["softcap"] = modifications["softcap"]
     sinks = getattr(arguments, "sinks", None)

@@ -9,7 +9,7 @@ import numpy as np
 from cupy_flash.arrays import kinds
 from cupy_flash.arrays.strided import array_module, as_cupy
 from cupy_flash.calls.check.whole_call import WholeCall
-from cupy_flash.calls.key_lists.modifications import OF_KEYS
+from cupy_flash.calls.key_lists.modifications import depend_on_keys
 from cupy_flash.calls.key_lists.queries import Queries
 from cupy_flash.gpu import key_lists
 
@@ -105,7 +105,7 @@ def _tables_on_gpu(whole: WholeCall, queries: Queries, indices: Any) -> Tables:
         indices = xp.ascontiguousarray(indices)
     rows = len(queries.query)
     shape = (lists, rows, entries)
-    needs_keys = any(getattr(whole.arguments, name, None) is not None for name in OF_KEYS)
+    needs_keys = depend_on_keys(whole)
     tables = Tables(
         xp.empty(shape, np.int32),
         xp.empty(shape, np.int32) if needs_keys else None,

@@ -44,9 +44,18 @@ class KeyListCall(NamedTuple):
     def run(self, xp: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return out, which is filled with NaN before, and lse."""
         given = with_arrays(xp.asarray, self.arguments | {"key_indices": self.key_indices})
-        results = self.function(**given, return_lse=True, **options)
+        results = self.function(**given | {"return_lse": True} | options)
         out, lse = (x if isinstance(x, np.ndarray) else x.get() for x in results)
         return out.swapaxes(1, 2) if self.arguments.get("layout") == "bhsd" else out, lse
+
+    def modified(self, make: Callable[[Callable[..., Any]], dict[str, Any]]) -> KeyListCall:
+        """Return the call with functions of the user, which depend on no sequence.
+
+        `make` returns them by name, given a function that converts captured arrays.
+        """
+        own = make(np.asarray)
+        sequences = [(given | own, rows, lse_rows) for given, rows, lse_rows in self.sequences]
+        return self._replace(arguments=self.arguments | own, sequences=sequences)
 
     def reference(self) -> tuple[np.ndarray, np.ndarray]:
         """Return out and lse of the reference that takes the same arguments."""

@@ -40,7 +40,7 @@ class Listed(NamedTuple):
 def fold_heads(queries: Queries, tables: Tables, stored: Mapping[str, Any]) -> Listed:
     """Return the call with a query for each KV head if each has a list and rows need no copy.
 
-    Of the queries, only what modifications read is repeated, and only if they depend on keys.
+    Only those arrays of queries are repeated that modifications read, if they depend on keys.
     """
     heads, count = tables.rows.shape[:2]
     given = {name: x for name, x in stored.items() if x is not None}

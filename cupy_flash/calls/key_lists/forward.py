@@ -25,7 +25,6 @@ from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.check.whole_call import (
     WholeCall,
     check_whole,
-    is_capturing_tensors,
     on_stream_of_tensors,
 )
 from cupy_flash.calls.key_lists.fold import Listed, fold_heads
@@ -38,7 +37,6 @@ from cupy_flash.calls.key_lists.queries import Queries, queries_of
 from cupy_flash.calls.key_lists.stored import bits, contiguous, reshaped, stored_rows
 from cupy_flash.calls.key_lists.tables import Tables, read_indices, tables_of
 from cupy_flash.calls.options import Options
-from cupy_flash.errors import UnsupportedError
 from cupy_flash.opaque import is_dynamo_tracing, outside
 
 # Values of `key_indices_in`: a key is given by its index in the sequence, or by its row in all
@@ -68,11 +66,6 @@ def attention_to_lists(
     if is_dynamo_tracing():
         return outside(attention_to_lists, (*call, stream, key_indices, key_indices_in))
     with on_stream(stream, arguments.like), on_stream_of_tensors(arguments.q):
-        if is_capturing_tensors(arguments.q):
-            raise UnsupportedError(
-                "a call of tensors with key_indices cannot be captured in a CUDA graph of PyTorch, "
-                "which does not keep CuPy's memory; capture a call of CuPy arrays"
-            )
         whole = check_whole(arguments, options, keys, modifications)
         require_supported(whole)
         layout, in_pages = whole.problem.layout, key_indices_in == "pages"

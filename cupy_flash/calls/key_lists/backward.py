@@ -68,8 +68,8 @@ def gradients_of_lists(
     with on_stream(stream, arguments.like), on_stream_of_tensors(arguments.q):
         if is_capturing_tensors(arguments.q):
             raise UnsupportedError(
-                "gradients of tensors with key_indices cannot be captured in a CUDA graph of "
-                "PyTorch, which does not keep CuPy's memory"
+                "gradients of tensors with key_indices are not supported while a CUDA graph of "
+                "PyTorch is captured; compute them outside of the graph"
             )
         given, plain = dispatch.as_planned(arguments, options, modifications)
         given = converted(given, plain)

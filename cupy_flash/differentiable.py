@@ -135,11 +135,7 @@ class DifferentiableCall(NamedTuple):
         NotImplementedError
             For a call with lists of keys.
         """
-        if self.key_indices is not None:
-            raise NotImplementedError(
-                "attention with key_indices has neither tangents nor second derivatives, but "
-                "gradients of q, k and v"
-            )
+        self.require_tangents()
         is_dense = self.options.kind == "dense"
         arguments = dict(zip(ROWS, inputs, strict=False)) | self._plain_arguments()
         arguments |= {name: moving[name] for name in OF_DERIVATIVES if name in moving}
@@ -152,6 +148,14 @@ class DifferentiableCall(NamedTuple):
             return hvp(**arguments, wrt=wrt)
         jvp = flash_attention_jvp if is_dense else flash_attention_varlen_jvp
         return jvp(**arguments, return_lse=True)[1::2]
+
+    def require_tangents(self) -> None:
+        """Raise NotImplementedError for a call with lists of keys, which has no tangents."""
+        if self.key_indices is not None:
+            raise NotImplementedError(
+                "attention with key_indices has neither tangents nor second derivatives, but "
+                "gradients of q, k and v"
+            )
 
     def _plain_arguments(self) -> dict[str, Any]:
         """Return the arguments of a public function that are neither inputs nor modifications."""

@@ -10,7 +10,7 @@ sequence of a dense batch, whose gradients a backward call computes:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,10 +61,7 @@ def gradients_of_lists(
     if is_dynamo_tracing():
         return outside(gradients_of_lists, (*call, stream, key_indices))
     assert options.wrt is not None
-    if others := [name for name in options.wrt if name not in ROWS]:
-        raise UnsupportedError(
-            f"wrt names {others[0]!r}; with key_indices expected some of {', '.join(ROWS)}"
-        )
+    require_gradients_of_lists(options.wrt)
     with on_stream(stream, arguments.like), on_stream_of_tensors(arguments.q):
         if is_capturing_tensors(arguments.q):
             raise UnsupportedError(
@@ -95,6 +92,14 @@ def gradients_of_lists(
                 results.append(target)
         count_writes(*(getattr(arguments, name) for name in WRITTEN_GRADIENTS))
         return tuple(results)
+
+
+def require_gradients_of_lists(wrt: Sequence[str]) -> None:
+    """Raise UnsupportedError if gradients of other inputs than q, k and v are requested."""
+    if others := [name for name in wrt if name not in ROWS]:
+        raise UnsupportedError(
+            f"wrt names {others[0]!r}; with key_indices expected some of {', '.join(ROWS)}"
+        )
 
 
 class _Passes:

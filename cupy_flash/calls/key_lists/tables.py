@@ -12,6 +12,7 @@ from cupy_flash.calls.check.whole_call import WholeCall
 from cupy_flash.calls.key_lists.modifications import depend_on_keys
 from cupy_flash.calls.key_lists.queries import Queries
 from cupy_flash.gpu import key_lists
+from cupy_flash.problem.problem import Problem
 
 
 class Tables(NamedTuple):
@@ -47,24 +48,37 @@ def read_indices(key_indices: Any, whole: WholeCall) -> Any:
     if indices.itemsize >= 4 and indices.dtype != np.int32:
         indices = xp.minimum(indices, np.iinfo(np.int32).max)
     indices = indices.astype(np.int32, copy=False)
+    shape = checked_shape(tuple(indices.shape), problem)
+    indices = indices.reshape(shape)
+    if problem.layout.packed_q:
+        return indices
+    return xp.broadcast_to(indices, (problem.batch, problem.seqlen_q, *shape[2:]))
+
+
+def checked_shape(shape: tuple[int, ...], problem: Problem) -> tuple[int, ...]:
+    """Return the shape of lists with an axis for the queries of a sequence, or for packed ones 1.
+
+    Raises
+    ------
+    ValueError
+        For a shape that does not fit the call.
+    """
     heads = f"{problem.heads_kv} or 1"
     rows: tuple[int, ...] = (problem.batch, problem.seqlen_q)
     axes = (
         f"(batch, seqlen_q or 1, heads, n) = ({rows[0]}, {rows[1]} or 1, {heads}, n), or without "
         "the second axis"
     )
+    given = shape
     if problem.layout.packed_q:
         rows = (problem.layout.total_q,)
         axes = f"(total_q, heads, n) = ({rows[0]}, {heads}, n)"
-    elif indices.ndim == 3:
-        indices = indices[:, None]
-    shape = tuple(indices.shape)
+    elif len(shape) == 3:
+        shape = (shape[0], 1, *shape[1:])
     fits = len(shape) == len(rows) + 2 and shape[0] == rows[0]
     if not fits or shape[1:-2] not in ((1,), rows[1:]) or shape[-2] not in (1, problem.heads_kv):
-        raise ValueError(f"key_indices has shape {shape}; expected {axes}")
-    if problem.layout.packed_q:
-        return indices[:, None]
-    return xp.broadcast_to(indices, (*rows, *shape[-2:]))
+        raise ValueError(f"key_indices has shape {given}; expected {axes}")
+    return (shape[0], 1, *shape[1:]) if problem.layout.packed_q else shape
 
 
 def tables_of(whole: WholeCall, queries: Queries, indices: Any) -> Tables:

@@ -92,6 +92,12 @@ def test_pages(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
+def test_steps_of_generation_take_no_lists() -> None:
+    q = k = np.ones((1, 1, 2, 8), np.float32)
+    with pytest.raises(TypeError, match="'key_indices'; cupy_flash.jax.flash_attention_with_kv"):
+        cj.flash_attention_with_kvcache(q, k, k, cache_seqlens=1, key_indices=[[[0]]])
+
+
 @pytest.mark.parametrize("run", RUNS, ids=["at once", "jit"])
 def test_errors(run: Any, rng: np.random.Generator) -> None:
     (q, k, v), lists, _ = inputs_of("dense", rng)

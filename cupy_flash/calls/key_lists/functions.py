@@ -44,7 +44,7 @@ def function_of_lists(
             f"{name} has CUDA source, and its Python function cannot be traced; with key_indices "
             "expected a function that can be traced"
         )
-    names = []
+    names: list[str] = []
     for wanted in ("of_queries", "keys"):
         names.append(unused_name(wanted, (*read.specs, *names)))
     rows: Any = _INTEGERS.parameter(names[0])

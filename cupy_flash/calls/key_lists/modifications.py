@@ -144,6 +144,7 @@ def _of_pairs(whole: WholeCall, queries: Queries, keys: Any, heads: slice, name:
     if problem.layout.packed_q:
         # One batch, whose queries are the rows.
         sizes = (1, problem.layout.total_q, whole.options.max_seqlen_k)
+        assert queries.row is not None
         sequence, query = xp.zeros_like(queries.query), queries.row
     else:
         sizes = (problem.batch, problem.seqlen_q, problem.seqlen_k)

@@ -334,8 +334,13 @@ def test_nothing_is_appended_if_an_argument_is_wrong() -> None:
 
 def test_a_call_with_lists_has_no_plan() -> None:
     q, k, v, lists = arrays()
-    with pytest.raises(UnsupportedError, match="calls with key_indices have no plan"):
+    error = pytest.raises(UnsupportedError, match="calls with key_indices have no plan")
+    with error:
         cupy_flash.plan(flash_attention, q, k, v, key_indices=lists)
+    with error:
+        cupy_flash.plan(cupy_flash.flash_attention_backward, q=q, k=k, v=v, key_indices=lists)
+    with error, pytest.deprecated_call():
+        cupy_flash.plan_with_kvcache(q, k, v, cache_seqlens=3, key_indices=lists)
 
 
 def test_arrays_of_other_libraries_are_answered_in_kind() -> None:

@@ -101,7 +101,9 @@ def queries_of(whole: WholeCall, keys: int, *, in_pages: bool = False) -> Querie
     position, length = first[sequence] + query, xp.where(is_owned, lengths[sequence], 0)
     begins, ends, prefixes = xp.zeros_like(length), length, None
     if in_pages:
-        ends = xp.where(is_owned, layout.pages * layout.page_size, 0)
+        # Lists of int32 cannot name further rows.
+        rows = min(layout.pages * layout.page_size, np.iinfo(np.int32).max)
+        ends = xp.where(is_owned, rows, 0)
         return Queries(sequence, query, position, begins, ends, None, begins, is_owned, row)
     window = None if whole.options.mod_key is None else whole.options.mod_key.window
     if window is not None and window.left is not None:

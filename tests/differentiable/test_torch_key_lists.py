@@ -61,11 +61,13 @@ def test_results_and_gradients_are_those_of_arrays(
 def test_autograd_agrees_with_differences(device: str, rng: np.random.Generator) -> None:
     inputs, lists = dense_call(device, rng, requires_grad=True)
     assert torch.autograd.gradcheck(
-        lambda *x: ct.flash_attention(*x, causal=True, key_indices=lists), inputs
+        lambda *x: ct.flash_attention(*x, causal=True, key_indices=lists), inputs, fast_mode=True
     )
     inputs, lists, lengths = packed_call(device, rng, requires_grad=True)
     assert torch.autograd.gradcheck(
-        lambda *x: ct.flash_attention_varlen(*x, *lengths, key_indices=lists), inputs
+        lambda *x: ct.flash_attention_varlen(*x, *lengths, key_indices=lists),
+        inputs,
+        fast_mode=True,
     )
 
 
@@ -133,6 +135,18 @@ def test_other_derivatives_are_errors(device: str, rng: np.random.Generator) -> 
     out = ct.flash_attention(*plain, key_indices=lists, bias=bias)
     with pytest.raises(UnsupportedError, match="wrt names 'bias'"):
         out.sum().backward()
+
+
+def test_rows_of_pages_in_a_step_of_generation(device: str, rng: np.random.Generator) -> None:
+    q, pages = rng.standard_normal((2, 1, 4, 8)), rng.standard_normal((2, 6, 4, 2, 8))
+    table, lists = np.array([[3], [1]], np.int32), rng.integers(-1, 24, (2, 1, 2, 9))
+    options = {"cache_seqlens": 3, "key_indices_in": "pages"}
+    given = {"block_table": table, "key_indices": lists}
+    expected = cupy_flash.attention_with_kvcache_reference(q, *pages, **given, **options)
+    tensors = [torch.tensor(x, device=device) for x in (q, *pages)]
+    options |= {name: torch.tensor(x, device=device) for name, x in given.items()}
+    out = ct.flash_attention_with_kvcache(*tensors, **options)
+    np.testing.assert_allclose(on_host(out), expected.out, rtol=0, atol=1e-13)
 
 
 def test_nested_tensors_are_refused(rng: np.random.Generator) -> None:

@@ -188,12 +188,13 @@ def test_row_statistics_are_those_of_the_listed_keys(xp: Any) -> None:
         assert abs(on_host(entropy)[b, h, i] + weights @ np.log(weights)) < 1e-12
 
 
-def test_8_bit_caches_with_any_scales(xp: Any, rng: np.random.Generator) -> None:
-    q, _, _, lists = arrays(heads_kv=2)
+@pytest.mark.parametrize("count", [1, 2])
+def test_8_bit_caches_with_any_scales(count: int, xp: Any, rng: np.random.Generator) -> None:
+    q, *_ = arrays(heads_kv=2)
     q = q.astype(np.float16)
     k_cache, v_cache = rng.integers(-127, 128, (2, 6, 4, 2, DIM)).astype(np.int8)
     table = rng.permutation(6)[:6].reshape(2, 3).astype(np.int32)
-    lists = lists % 12
+    lists = rng.integers(-1, 12, (BATCH, ROWS, count, 7)).astype(np.int32)
     for shape in ((), (2,), (6, 1, 2), (6, 4, 2)):
         k_scale, v_scale = rng.uniform(0.001, 0.02, (2, *shape)).astype(np.float32)
         given = {"k_scale": k_scale, "v_scale": v_scale, "cache_seqlens": 12}
@@ -206,11 +207,12 @@ def test_8_bit_caches_with_any_scales(xp: Any, rng: np.random.Generator) -> None
             (x * scale)[table].reshape(2, 12, 2, DIM)
             for x, scale in zip((k_cache, v_cache), scales, strict=True)
         ]
-        for b, i in np.ndindex(BATCH, ROWS):
-            keys = lists[b, i, 0]
-            one = (q[b : b + 1, i : i + 1], *(x[b : b + 1, keys] for x in whole))
+        for b, i, head in np.ndindex(BATCH, ROWS, 2):
+            keys = lists[b, i, min(head, count - 1)]
+            own, heads = (b, keys[keys >= 0], slice(head, head + 1)), slice(2 * head, 2 * head + 2)
+            one = q[b, i, heads][None, None], *(x[own][None] for x in whole)
             exact = cupy_flash.attention_reference(*one)
-            assert abs(found[b, i] - exact[0, 0]).max() < 4e-3
+            assert abs(found[b, i, heads] - exact[0, 0]).max() < 4e-3
 
 
 @pytest.mark.parametrize(

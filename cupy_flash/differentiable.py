@@ -11,6 +11,8 @@ from cupy_flash.api.jvp import flash_attention_jvp, flash_attention_varlen_jvp
 from cupy_flash.arrays.kinds import is_number_or_list
 from cupy_flash.calls import dispatch, dispatch_backward
 from cupy_flash.calls.arguments import Arguments, GradientArguments
+from cupy_flash.calls.key_lists.backward import gradients_of_lists
+from cupy_flash.calls.key_lists.forward import attention_to_lists
 from cupy_flash.calls.options import Options, plain_options, with_statistics
 from cupy_flash.mods.base import Modification
 from cupy_flash.mods.keywords import (
@@ -38,6 +40,7 @@ OF_DERIVATIVES = (*TANGENTS, "dout", "dlse", "dout_tangent", "dlse_tangent")
 _PLAIN = (type(None), float, int)
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 _NO_LENGTHS = (None,) * len(_LENGTHS)
+_LISTS = "key_indices"
 # Modifications that are numbers, with the functions that parse them.
 _NUMBERS: Mapping[str, Callable[[Any], Any]] = {
     "window_size": window_of,
@@ -66,7 +69,9 @@ class DifferentiableCall(NamedTuple):
         Options of the same call that returns out only.
     following_arrays
         Arrays that follow q, k and v in `Arguments.key_arrays`; None for a call with
-        modifications.
+        modifications or lists of keys.
+    key_indices
+        Lists of the keys that each query attends to, or None.
     """
 
     names: tuple[str, ...]
@@ -76,12 +81,16 @@ class DifferentiableCall(NamedTuple):
     constants: Mapping[str, Any]
     without_lse: Options
     following_arrays: tuple[Any, ...] | None
+    key_indices: Any | None = None
 
     def run(self, inputs: tuple[Any, ...], *, return_lse: bool = True) -> Any:
         """Compute attention; return out, lse and row statistics of `options`, or out only."""
         options = self.options if return_lse else self.without_lse
         modifications = self._modifications(inputs)
-        return dispatch.attention(self.arguments(inputs), options, "auto", 0, modifications)
+        call = self.arguments(inputs), options, "auto", 0, modifications
+        if self.key_indices is not None:
+            return attention_to_lists(*call, None, self.key_indices)
+        return dispatch.attention(*call)
 
     def with_statistics(self, return_max_logits: Any, return_entropy: Any) -> DifferentiableCall:
         """Return the call with the requested row statistics, after checks of both arguments."""
@@ -98,7 +107,10 @@ class DifferentiableCall(NamedTuple):
         """Return gradients of the inputs in `wrt`, given those of out and lse (None if unused)."""
         arguments = self.gradient_arguments(inputs, results, gradients)
         options, modifications = self.backward_options(wrt), self._modifications(inputs, wrt)
-        return dispatch_backward.gradients(arguments, options, "auto", modifications)
+        backward = arguments, options, "auto", modifications
+        if self.key_indices is not None:
+            return gradients_of_lists(*backward, None, self.key_indices)
+        return dispatch_backward.gradients(*backward)
 
     def push_forward(
         self,
@@ -117,7 +129,13 @@ class DifferentiableCall(NamedTuple):
             of gradients also dout and, perhaps, dlse, and their tangents.
         wrt
             Names of inputs, or None.
+
+        Raises
+        ------
+        NotImplementedError
+            For a call with lists of keys.
         """
+        self.require_tangents()
         is_dense = self.options.kind == "dense"
         arguments = dict(zip(ROWS, inputs, strict=False)) | self._plain_arguments()
         arguments |= {name: moving[name] for name in OF_DERIVATIVES if name in moving}
@@ -130,6 +148,14 @@ class DifferentiableCall(NamedTuple):
             return hvp(**arguments, wrt=wrt)
         jvp = flash_attention_jvp if is_dense else flash_attention_varlen_jvp
         return jvp(**arguments, return_lse=True)[1::2]
+
+    def require_tangents(self) -> None:
+        """Raise NotImplementedError for a call with lists of keys, which has no tangents."""
+        if self.key_indices is not None:
+            raise NotImplementedError(
+                "attention with key_indices has neither tangents nor second derivatives, but "
+                "gradients of q, k and v"
+            )
 
     def _plain_arguments(self) -> dict[str, Any]:
         """Return the arguments of a public function that are neither inputs nor modifications."""
@@ -156,10 +182,14 @@ class DifferentiableCall(NamedTuple):
         if not constants:
             return self
         lengths = dict(zip(_LENGTHS, self.lengths, strict=True))
-        others = dict(self.modifications)
+        others, lists = dict(self.modifications), self.key_indices
         for name, array in constants.items():
-            (lengths if name in lengths else others)[name] = array
+            if name == _LISTS:
+                lists = array
+            else:
+                (lengths if name in lengths else others)[name] = array
         return self._replace(
+            key_indices=lists,
             lengths=tuple(lengths.values()),
             modifications=others,
             constants={**self.constants, **constants},
@@ -167,6 +197,13 @@ class DifferentiableCall(NamedTuple):
             if self.following_arrays is None
             else _following_arrays(self.options, lengths),
         )
+
+    def with_lists(self, key_indices: Any | None) -> DifferentiableCall:
+        """Return the call whose queries attend to listed keys, or the same call for None."""
+        if key_indices is None:
+            return self
+        constants = {**self.constants, _LISTS: key_indices}
+        return self._replace(constants=constants, following_arrays=None, key_indices=key_indices)
 
     def with_inputs(
         self, is_input: Callable[[str, Any], bool]

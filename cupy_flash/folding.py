@@ -61,7 +61,7 @@ def can_fold(
     functions
         User's functions, traced.
     """
-    if kind == "varlen" or _OF_ALL_SEQUENCES & set(mapped):
+    if kind == "varlen" or _OF_ALL_SEQUENCES & set(mapped) or "key_indices" in names:
         return False
     # The weights that dropout drops depend on the index of the sequence, which would be another.
     if DROPOUT_SEED in names:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from cupy_flash.calls import dispatch_backward, key_list_gradients
+from cupy_flash.calls import dispatch_backward
 from cupy_flash.calls.arguments import GradientArguments
 from cupy_flash.calls.gpu import repeated_gradients
+from cupy_flash.calls.key_lists.backward import gradients_of_lists
 from cupy_flash.calls.options import Options
 from cupy_flash.opaque import is_dynamo_tracing, marked, opaque
 from cupy_flash.problem.tile import TileRequest, freeze_tile
@@ -151,7 +152,7 @@ def flash_attention_backward(
     arguments = GradientArguments(q, k, v, out, dout, lse, dlse, dq, dk, dv)
     call = (arguments, options, backend, modifications, stream)
     if key_indices is not None:
-        return key_list_gradients.gradients(*call, key_indices)
+        return gradients_of_lists(*call, key_indices)
     return dispatch_backward.gradients(*call)
 
 
@@ -327,5 +328,5 @@ def flash_attention_varlen_backward(
     )
     call = (arguments, options, backend, modifications, stream)
     if key_indices is not None:
-        return key_list_gradients.gradients(*call, key_indices)
+        return gradients_of_lists(*call, key_indices)
     return dispatch_backward.gradients(*call)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cupy_flash.calls import dispatch, key_lists
+from cupy_flash.calls import dispatch
 from cupy_flash.calls.arguments import Arguments
+from cupy_flash.calls.key_lists.forward import attention_to_lists
 from cupy_flash.calls.options import Options, with_statistics
 from cupy_flash.opaque import marked
 from cupy_flash.problem.tile import TileRequest, freeze_tile
@@ -159,7 +160,7 @@ def flash_attention(
         arguments = arguments._replace(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     call = (arguments, options, backend, 0, modifications, stream)
     if key_indices is not None:
-        return key_lists.attention(*call, key_indices)
+        return attention_to_lists(*call, key_indices)
     return dispatch.attention(*call)
 
 

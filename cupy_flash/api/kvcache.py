@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cupy_flash.calls import dispatch, key_lists, shared_prefix
+from cupy_flash.calls import dispatch, shared_prefix
 from cupy_flash.calls.arguments import Arguments, given_lengths
+from cupy_flash.calls.key_lists.forward import attention_to_lists, require_lists
 from cupy_flash.calls.options import Options, with_statistics
 from cupy_flash.opaque import marked
 from cupy_flash.problem.tile import TileRequest, freeze_tile
@@ -30,6 +31,7 @@ def flash_attention_with_kvcache(
     block_table: Any | None = None,
     shared_prefix_len: int = 0,
     key_indices: Any | None = None,
+    key_indices_in: str = "sequence",
     rotary_cos: Any | None = None,
     rotary_sin: Any | None = None,
     rotary_interleaved: bool = True,
@@ -102,6 +104,10 @@ def flash_attention_with_kvcache(
         Lists of the keys that each query attends to: indices in its sequence, with -1 for entries
         that count for nothing. A key that is listed twice counts twice. Masks by position, lengths
         and arrays hide listed keys. See docs/guide/key_lists.md.
+    key_indices_in : {"sequence", "pages"}
+        Meaning of an index: its key's index in the sequence, or with a block_table its row in all
+        pages, page * page_size + row. A row of a page counts whatever the lengths are. The only
+        modifications are then softcap and sinks, because the position of such a key is unknown.
     rotary_cos, rotary_sin : arrays, shape (seqlen_ro, rotary_dim / 2), optional
         Cosine and sine of the angles of a rotary embedding at each position (Su et al., 2021), of
         q's dtype or float32, for float64 inputs float64. The first rotary_dim columns are rotated.
@@ -276,7 +282,8 @@ def flash_attention_with_kvcache(
     if key_indices is not None:
         if shared_prefix_len.__class__ is not int or shared_prefix_len:
             raise ValueError("shared_prefix_len and key_indices are given; pass only one of them")
-        return key_lists.attention(*call, key_indices)
+        return attention_to_lists(*call, key_indices, key_indices_in)
+    require_lists(key_indices_in)
     # Most calls pass the integer 0; any other value is checked.
     if shared_prefix_len.__class__ is int and shared_prefix_len == 0:
         return dispatch.attention(*call)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cupy_flash.calls import dispatch, key_lists
+from cupy_flash.calls import dispatch
 from cupy_flash.calls.arguments import Arguments
+from cupy_flash.calls.key_lists.forward import attention_to_lists, require_lists
 from cupy_flash.calls.options import Options, with_statistics
 from cupy_flash.opaque import marked
 from cupy_flash.problem.tile import TileRequest, freeze_tile
@@ -43,6 +44,7 @@ def flash_attention_varlen(
     tile: TileRequest = None,
     stream: Any | None = None,
     key_indices: Any | None = None,
+    key_indices_in: str = "sequence",
     **modifications: Unpack[PackedModifications],
 ) -> Any:
     """Compute `flash_attention` for sequences of different lengths, packed without padding.
@@ -117,6 +119,10 @@ def flash_attention_varlen(
         Lists of the keys that each query attends to: indices in its sequence, with -1 for entries
         that count for nothing. A key that is listed twice counts twice. Masks by position, lengths
         and arrays hide listed keys. See docs/guide/key_lists.md.
+    key_indices_in : {"sequence", "pages"}
+        Meaning of an index: its key's index in the sequence, or with a block_table its row in all
+        pages, page * page_size + row. A row of a page counts whatever the lengths are. The only
+        modifications are then softcap and sinks, because the position of such a key is unknown.
     **modifications
         Masks and changes of scores, see `Modifications`.
 
@@ -211,7 +217,8 @@ def flash_attention_varlen(
         stream,
     )
     if key_indices is not None:
-        return key_lists.attention(*call, key_indices)
+        return attention_to_lists(*call, key_indices, key_indices_in)
+    require_lists(key_indices_in)
     return dispatch.attention(*call)
 
 

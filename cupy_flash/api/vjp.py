@@ -45,6 +45,7 @@ def flash_attention_vjp(
     family: str | None = None,
     tile: TileRequest = None,
     stream: Any | None = None,
+    key_indices: Any | None = None,
     **modifications: Unpack[Modifications],
 ) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
     """Compute `flash_attention` and return its result with a pullback function.
@@ -54,7 +55,8 @@ def flash_attention_vjp(
 
     Parameters
     ----------
-    q, k, v, causal, softmax_scale, q_offset, layout, return_lse, backend, stream, **modifications
+    q, k, v, causal, softmax_scale, q_offset, layout, return_lse, backend, stream, key_indices,
+    **modifications
         See `flash_attention`.
     wrt, grad_dtype
         See `flash_attention_backward`.
@@ -94,6 +96,7 @@ def flash_attention_vjp(
         "layout": layout,
         "backend": backend,
         "stream": stream,
+        "key_indices": key_indices,
         **_with_own_seed(modifications),
     }
     gradients = {"wrt": wanted(wrt, modifications), "grad_dtype": _checked(grad_dtype)}
@@ -190,6 +193,7 @@ def flash_attention_varlen_vjp(
     family: str | None = None,
     tile: TileRequest = None,
     stream: Any | None = None,
+    key_indices: Any | None = None,
     **modifications: Unpack[PackedModifications],
 ) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
     """Compute `flash_attention_varlen` and return its result with a pullback function.
@@ -197,7 +201,7 @@ def flash_attention_varlen_vjp(
     Parameters
     ----------
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale,
-    seqused_k, return_lse, backend, family, tile, stream, **modifications
+    seqused_k, return_lse, backend, family, tile, stream, key_indices, **modifications
         See `flash_attention_varlen`. Keys and values are packed, and have the dtype of q.
     wrt, grad_dtype
         See `flash_attention_backward`.
@@ -232,6 +236,7 @@ def flash_attention_varlen_vjp(
         "seqused_k": seqused_k,
         "backend": backend,
         "stream": stream,
+        "key_indices": key_indices,
         **_with_own_seed(modifications),
     }
     gradients = {"wrt": wanted(wrt, modifications), "grad_dtype": _checked(grad_dtype)}

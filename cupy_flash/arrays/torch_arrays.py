@@ -379,6 +379,29 @@ def is_capturing() -> bool:
     return bool(sys.modules["torch"].cuda.is_current_stream_capturing())
 
 
+def with_torch_memory() -> AbstractContextManager[Any]:
+    """Return a context in which torch allocates the memory of new CuPy arrays.
+
+    A CUDA graph of torch keeps the memory that torch allocates while the graph is captured, but not
+    that of CuPy's pool.
+    """
+    return _cuda().using_allocator(_torch_allocator().malloc)
+
+
+@functools.cache
+def _torch_allocator() -> Any:
+    memory = sys.modules["torch"].cuda
+
+    def allocate(size: int, device: int) -> int:
+        address: int = memory.caching_allocator_alloc(size, device, current_stream(device))
+        return address
+
+    def free(address: int, device: int) -> None:
+        memory.caching_allocator_delete(address)
+
+    return _cuda().PythonFunctionAllocator(allocate, free)
+
+
 def current_stream(device: int) -> int:
     """Return the handle of torch's current stream on a device."""
     return _torch_stream()(device)

@@ -22,6 +22,8 @@ from cupy_flash.jax.differentiable import (
     without_gradient,
 )
 from cupy_flash.jax.dropout import with_words
+from cupy_flash.jax.static_call import LISTS
+from cupy_flash.jax.traced import lists_of
 from cupy_flash.mods.keywords import DROPOUT_SEED
 from cupy_flash.problem.tile import TileRequest, freeze_tile
 from cupy_flash.problem.values import named_dtype
@@ -50,6 +52,7 @@ def flash_attention(
     k_scale: Any | None = None,
     v_scale: Any | None = None,
     out_dtype: Any | None = None,
+    key_indices: Any | None = None,
     **modifications: Unpack[Modifications],
 ) -> Any:
     """Compute `cupy_flash.flash_attention` of JAX arrays, differentiable by JAX.
@@ -60,8 +63,9 @@ def flash_attention(
     Parameters
     ----------
     q, k, v, causal, softmax_scale, q_offset, layout, return_lse, return_max_logits,
-    return_entropy, q_scale, k_scale, v_scale, out_dtype, **modifications
-        See `cupy_flash.flash_attention`. All arrays may be traced, and q_offset, too. dropout_seed
+    return_entropy, q_scale, k_scale, v_scale, out_dtype, key_indices, **modifications
+        See `cupy_flash.flash_attention`. With key_indices, only q, k and v have gradients, and
+        these have no derivatives. All arrays may be traced, and q_offset, too. dropout_seed
         may also be a key of `jax.random`, or an array of one integer.
     family, tile
         Kernel family and tile of the forward pass.
@@ -78,8 +82,8 @@ def flash_attention(
         If an argument has a wrong type or dtype, a number is traced, or an argument without a
         gradient is differentiated: any but q, k, v, bias and sinks, and all of a float8 call.
     NotImplementedError
-        If a bias or sinks have a tangent in forward mode or a second derivative, and for a third
-        derivative.
+        If a call with key_indices has tangents or second derivatives, if a bias or sinks have a
+        tangent in forward mode or a second derivative, and for a third derivative.
     ValueError, UnsupportedError, CompileError
         See `cupy_flash.flash_attention` and `cupy_flash.flash_attention_backward`. Inside a
         compiled function, errors about the contents of arrays or the GPU are raised by JAX when
@@ -104,17 +108,20 @@ def flash_attention(
     arrays = {"q": q, "k": k, "v": v}
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     statistics = return_max_logits, return_entropy
+    lists = lists_of(key_indices)
+    if lists is not None and lists.ndim == 3:
+        lists = lists[:, None]
     if out_dtype is not None or any(scale is not None for scale in scales.values()):
         options = Options(
             *("scaled", causal, softmax_scale, True, family, freeze_tile(tile), q_offset, layout),
             out_dtype=named_dtype(out_dtype),
         )
         options = with_statistics(options, *statistics)
-        results = _without_gradient(options, arrays | scales, modifications)
+        results = _without_gradient(options, arrays | scales | {LISTS: lists}, modifications)
     else:
         call, others = dense_call(causal, softmax_scale, q_offset, layout, modifications)
         call = _with_options(call, statistics, family=family, tile=freeze_tile(tile))
-        results = attention(call, (q, k, v, *others))
+        results = attention(call.with_lists(lists), (q, k, v, *others))
     return returned(results, return_lse)
 
 
@@ -194,6 +201,7 @@ def flash_attention_varlen(
     batch_invariant: bool = False,
     family: str | None = None,
     tile: TileRequest = None,
+    key_indices: Any | None = None,
     **modifications: Unpack[PackedModifications],
 ) -> Any:
     """Compute `cupy_flash.flash_attention_varlen` of JAX arrays, differentiable by JAX.
@@ -202,9 +210,9 @@ def flash_attention_varlen(
     ----------
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale,
     seqused_k, block_table, k_scale, v_scale, return_lse, return_max_logits, return_entropy,
-    num_splits, batch_invariant, **modifications
-        See `cupy_flash.flash_attention_varlen`. All arrays may be traced. Calls with a block_table
-        or on 8-bit keys have no gradients.
+    num_splits, batch_invariant, key_indices, **modifications
+        See `cupy_flash.flash_attention_varlen`, and `flash_attention` for key_indices. All arrays
+        may be traced. Calls with a block_table or on 8-bit keys have no gradients.
     family, tile
         Kernel family and tile of the forward pass.
 
@@ -233,18 +241,20 @@ def flash_attention_varlen(
         "batch_invariant": batch_invariant,
     }
     statistics = return_max_logits, return_entropy
+    lists = lists_of(key_indices)
     more = {"block_table": block_table, "k_scale": k_scale, "v_scale": v_scale}
     if any(array is not None for array in more.values()):
         options = Options("varlen", causal, softmax_scale, True, **forward, **sizes)
         options = with_statistics(options, *statistics)
-        arrays = {"q": q, "k": k, "v": v, **lengths, **more}
+        arrays = {"q": q, "k": k, "v": v, **lengths, **more, LISTS: lists}
         results = _without_gradient(options, arrays, modifications)
     else:
         call, others = varlen_call(
             *(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k),
             *(causal, softmax_scale, modifications),
         )
-        results = attention(_with_options(call, statistics, **forward), (q, k, v, *others))
+        call = _with_options(call, statistics, **forward).with_lists(lists)
+        results = attention(call, (q, k, v, *others))
     return returned(results, return_lse)
 
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from cupy_flash.arrays.kinds import elements, host_array_on_gpu, unshared
+from cupy_flash.calls.key_lists.backward import require_gradients_of_lists
 from cupy_flash.differentiable import WITH_GRADIENT, DifferentiableCall, with_plain_dropout
 from cupy_flash.gpu.environment import cupy_module
 from cupy_flash.jax import traced
@@ -229,6 +230,8 @@ class _Differentiated:
     ) -> tuple[Any, ...]:
         """Return gradients; `waits` if one of the arrays exists only for this computation."""
         call, inputs = self._given(arrays)
+        if call.key_indices is not None:
+            require_gradients_of_lists(wrt)
         if not self._are_computed(arrays.values()):
             named = {n: x for n, x in arrays.items() if n not in self._constants}
             made = _traced(call, named, call.backward_options(wrt))
@@ -254,6 +257,7 @@ class _Differentiated:
         `moving` has the arrays that `DifferentiableCall.push_forward` takes.
         """
         call, inputs = self._given(arrays)
+        call.require_tangents()
         if not self._are_computed((*arrays.values(), *moving.values())):
             named = dict(zip(call.names, inputs, strict=True)) | moving
             options = call.options if wrt is None else call.backward_options(wrt)
@@ -386,8 +390,9 @@ def static_of(
 
 def _traced(call: DifferentiableCall, inputs: Mapping[str, Any], options: Any) -> dict[str, Any]:
     """Return the results of a traced forward or backward call by name."""
-    lengths = dict(zip(_LENGTHS, call.lengths, strict=True))
-    static, operands = static_of(options, {**inputs, **lengths}, call.modifications)
+    arrays = {**inputs, **dict(zip(_LENGTHS, call.lengths, strict=True))}
+    arrays["key_indices"] = call.key_indices
+    static, operands = static_of(options, arrays, call.modifications)
     return traced.call(static, operands)
 
 
@@ -404,15 +409,18 @@ def _is_on(device: Any, array: Any) -> bool:
 
 
 def _with_arrays(call: DifferentiableCall, change: Callable[[str, Any], Any]) -> DifferentiableCall:
-    """Return the call with its length and modification arrays replaced by `change(name, array)`."""
+    """Return the call with its constant arrays replaced by `change(name, array)`."""
     lengths = tuple(map(change, _LENGTHS, call.lengths))
     modifications = {
         name: change(name, value) if name in ARRAYS else value
         for name, value in call.modifications.items()
     }
-    changed = {**dict(zip(_LENGTHS, lengths, strict=True)), **modifications}
+    lists = change("key_indices", call.key_indices)
+    changed = {**dict(zip(_LENGTHS, lengths, strict=True)), **modifications, "key_indices": lists}
     constants = {name: changed[name] for name in call.constants}
-    return call._replace(lengths=lengths, modifications=modifications, constants=constants)
+    return call._replace(
+        lengths=lengths, modifications=modifications, constants=constants, key_indices=lists
+    )
 
 
 def _computed(

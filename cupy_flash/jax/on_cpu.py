@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from cupy_flash.calls import dispatch, dispatch_backward
+from cupy_flash.calls.key_lists.backward import gradients_of_lists
+from cupy_flash.calls.key_lists.forward import attention_to_lists
 from cupy_flash.jax.frames import BufferKey, read_frame
-from cupy_flash.jax.static_call import StaticCall, function_of, parsed, whole_dtype
+from cupy_flash.jax.static_call import LISTS, StaticCall, function_of, parsed, whole_dtype
 
 _BACKEND = "cpu"
 _parsed = functools.lru_cache(maxsize=1024)(parsed)
@@ -42,7 +44,11 @@ def _forward(static: StaticCall, given: dict[str, Any], results: dict[str, Any])
     options = static.options._replace(return_lse=True)
     if options.kind == "scaled":
         options = options._replace(out_dtype=None)
-    _, *rows = dispatch.attention(record, options, _BACKEND, static.keys, modifications)
+    call = record, options, _BACKEND, static.keys, modifications
+    if static.has_lists:
+        _, *rows = attention_to_lists(*call, None, given[LISTS])
+    else:
+        _, *rows = dispatch.attention(*call)
     for name, row in zip(("lse", *options.statistics), rows, strict=True):
         results[name][...] = row
 
@@ -50,7 +56,11 @@ def _forward(static: StaticCall, given: dict[str, Any], results: dict[str, Any])
 def _backward(static: StaticCall, given: dict[str, Any], results: dict[str, Any]) -> None:
     rows = {f"d{name}": x for name, x in results.items() if name in ("q", "k", "v")}
     record, modifications = _call_of(static, {**given, **rows})
-    gradients = dispatch_backward.gradients(record, static.options, _BACKEND, modifications)
+    call = record, static.options, _BACKEND, modifications
+    if static.has_lists:
+        gradients = gradients_of_lists(*call, None, given[LISTS])
+    else:
+        gradients = dispatch_backward.gradients(*call)
     for name, gradient in zip(static.results, gradients, strict=True):
         if name not in ("q", "k", "v"):
             results[name][...] = gradient

@@ -26,12 +26,15 @@ from cupy_flash.calls.check.modifications import UserMods
 from cupy_flash.calls.check.problems import CheckedCall
 from cupy_flash.calls.gpu import backward, forward, prepared_calls
 from cupy_flash.calls.gpu.prepared_calls import Operation
+from cupy_flash.calls.key_lists.backward import gradients_of_lists
+from cupy_flash.calls.key_lists.forward import attention_to_lists
+from cupy_flash.calls.key_lists.stored import bits
 from cupy_flash.calls.options import Options
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.gpu.driver import relaxed_capture
 from cupy_flash.gpu.environment import cupy_module, current_device
 from cupy_flash.jax.frames import BufferKey, ContextReader, Frame, read_frame
-from cupy_flash.jax.static_call import SCRATCH, StaticCall, function_of, parsed
+from cupy_flash.jax.static_call import LISTS, SCRATCH, StaticCall, function_of, parsed
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.arrays import MAX_ALIGNMENT
@@ -137,6 +140,9 @@ def _execute(frame: Frame, stream: int, device: int) -> None:
             if static.has_tangents:
                 _compute_tangents(static, frame, device)
                 return
+            if static.has_lists:
+                _compute_lists(static, frame, device)
+                return
             prepared = _prepare(frame, device)
             if len(_calls) >= _MAX_CALLS:
                 _calls.clear()
@@ -171,10 +177,11 @@ def scratch_bytes(
 ) -> int | None:
     """Return the bytes of workspace that a checked call needs on the current device.
 
-    The result is None if the device does not support the call, and for a call with a mask_mod. The
-    latter keeps block masks of its own, so XLA must not record its launches.
+    The result is None if the device does not support the call, for a call with a mask_mod, and for
+    one with lists of keys. The latter two have memory of their own, so XLA must not record their
+    launches.
     """
-    if any(name == "mask_mod" for name, _ in static.functions):
+    if static.has_lists or any(name == "mask_mod" for name, _ in static.functions):
         return None
     device, problem = current_device(), checked.problem
     try:
@@ -192,6 +199,22 @@ def _compute_tangents(static: StaticCall, frame: Frame, device: int) -> None:
     made = static.tangents(given, functions)
     for name, tangent in zip(static.results, made, strict=True):
         results[name][...] = tangent
+
+
+def _compute_lists(static: StaticCall, frame: Frame, device: int) -> None:
+    """Compute a call with lists of keys on the current stream, by functions on CuPy arrays."""
+    given, results = _by_name(static, frame, device)
+    record, modifications = static.record(given)
+    modifications |= {name: _on_device(token, device) for name, token in static.functions}
+    if static.is_backward:
+        made = gradients_of_lists(
+            *(record, static.options, "auto", modifications, None, given[LISTS])
+        )
+    else:
+        options = static.options._replace(return_lse=True)
+        made = attention_to_lists(record, options, "auto", 0, modifications, None, given[LISTS])
+    for name, result in zip(static.results, made, strict=True):
+        bits(results[name])[...] = bits(result)
 
 
 def _prepare(frame: Frame, device: int) -> _Prepared:

@@ -29,6 +29,7 @@ _TRAILING: dict[str, _Roles] = {
     **dict.fromkeys(("prefix_lens", "seqlens_k", "q_offset", "cache_leftpad"), (BATCH,)),
     **dict.fromkeys(("cache_seqlens", "rotary_seqlens", "cache_batch_idx"), (BATCH,)),
     "tree_mask": (BATCH, None),
+    "key_indices": (BATCH, None, HEADS, None),
     "block_table": (BATCH, None),
     "alibi_slopes": (BATCH, HEADS),
     **dict.fromkeys(("sinks", "sinks_tangent"), (HEADS,)),

@@ -20,7 +20,10 @@ from cupy_flash.arrays.strided import is_cupy, unallocated
 from cupy_flash.calls.arguments import Arguments, GradientArguments
 from cupy_flash.calls.check.gradients import check_gradient_call
 from cupy_flash.calls.check.problems import CheckedCall, check_call
+from cupy_flash.calls.check.whole_call import WholeCall
 from cupy_flash.calls.dispatch import as_planned
+from cupy_flash.calls.key_lists.modifications import require_supported
+from cupy_flash.calls.key_lists.tables import checked_shape
 from cupy_flash.calls.options import Options
 from cupy_flash.differentiable import OF_DERIVATIVES, call_of
 from cupy_flash.mods.base import Modification
@@ -29,6 +32,8 @@ from cupy_flash.problem.arrays import FLOAT8, FLOAT8_OUTPUTS
 from cupy_flash.problem.problem import STATISTICS
 from cupy_flash.problem.tile import Tile
 
+# Name of the operand with lists of keys.
+LISTS = "key_indices"
 # Name of the result that serves as workspace of the kernels.
 SCRATCH = "scratch"
 
@@ -75,6 +80,11 @@ class StaticCall(NamedTuple):
         return self.options.wrt is not None
 
     @property
+    def has_lists(self) -> bool:
+        """Whether queries attend to listed keys."""
+        return LISTS in self.names
+
+    @property
     def has_tangents(self) -> bool:
         """Whether the call computes tangents of results or of gradients by public functions."""
         return any(name.endswith("_tangent") for name in self.names)
@@ -99,8 +109,9 @@ class StaticCall(NamedTuple):
     def record(self, arrays: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return the record of these operands, and the modifications that are arrays or numbers.
 
-        A call with tangents has the record of its forward call.
+        A call with tangents has the record of its forward call. Lists of keys are not included.
         """
+        arrays = {name: x for name, x in arrays.items() if name != LISTS}
         kind: Any = GradientArguments if self.is_backward else Arguments
         if self.has_tangents:
             kind = Arguments
@@ -132,7 +143,12 @@ class StaticCall(NamedTuple):
         record.require_given(given)
         record, options = as_planned(record, given, modifications)
         check = check_call if given.wrt is None else check_gradient_call
-        return record, options, check(record, options)
+        checked = check(record, options)
+        if self.has_lists:
+            forward = record if given.wrt is None else record.forward
+            require_supported(WholeCall(forward, options, checked.problem, False, None))
+            checked_shape(arrays[LISTS].shape, checked.problem)
+        return record, options, checked
 
     def seen(
         self, name: str, shape: tuple[int, ...], dtype: Any

@@ -106,6 +106,20 @@ def operand(name: str, value: Any, q: Any, layout: str) -> Any:
     return jnp.asarray(value)
 
 
+def lists_of(key_indices: Any) -> Any:
+    """Return lists of keys as int32, in which larger integers stand for no key; None stays None."""
+    if key_indices is None:
+        return None
+    xp: Any = jnp if isinstance(key_indices, jax.Array) else np
+    lists = key_indices
+    if xp is np:
+        lists = np.asarray(lists.get() if is_cupy(lists) else lists)
+    if lists.dtype.kind not in "iu":
+        raise TypeError(f"key_indices has dtype {lists.dtype}; expected integers")
+    lists = xp.minimum(lists, np.iinfo(np.int32).max) if lists.dtype.itemsize >= 4 else lists
+    return (xp.maximum(lists, -1) if lists.dtype.kind == "i" else lists).astype(np.int32)
+
+
 def is_pairs(name: str, value: Any) -> bool:
     """Return whether `operand` passes an argument as pairs of uint32, see `StaticCall.pairs`."""
     if name == DROPOUT_SEED:

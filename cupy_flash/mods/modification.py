@@ -281,6 +281,11 @@ class MaskMod(Modification):
         self._set_options({})
         self._set_template()
 
+    @classmethod
+    def of_graph(cls, expression: Node, graph: Node, captures: Mapping[str, Any]) -> MaskMod:
+        """Return an object without a Python function; see `ScoreMod.of_graph`."""
+        return cls._made({}, AbsentFunction("graph"), None, captures, expression, graph)
+
     def _set_options(self, options: Mapping[str, Any]) -> None:
         super()._set_options({**options, "_maps": {}})
 

@@ -113,6 +113,7 @@ _PLAIN_ONLY = {
         "out": "leave it out, as JAX arrays are immutable",
         "stream": "leave it out, as JAX chooses the stream",
         "return_lse": "leave it out, as lse is among the results",
+        _ANY: "jax.jit and gradients",
     },
     f"{_PACKAGE}.torch": {
         "backend": "leave it out, as attention runs on the device of the tensors; move them with "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,30 @@ def dense_lists(xp: Any, key_indices: Any, seqlen_q: int) -> Any | None:
 def packed_lists(xp: Any, key_indices: Any) -> Any | None:
     """Return the lists of a packed call as (lists, total_q, n), or None."""
     return None if key_indices is None else xp.asarray(integers(key_indices)).swapaxes(0, 1)
+
+
+def read_meaning(
+    key_indices_in: str, has_pages: bool, causal: bool, modifications: Mapping[str, Any]
+) -> bool:
+    """Return whether lists hold rows of pages instead of keys of a sequence.
+
+    Raises
+    ------
+    ValueError
+        For an unknown value. For rows of pages also without a block table, and with masks and
+        changes of scores that depend on the position of a key.
+    """
+    if key_indices_in not in ("sequence", "pages"):
+        raise ValueError(f"key_indices_in is {key_indices_in!r}; expected 'sequence' or 'pages'")
+    in_pages = key_indices_in == "pages"
+    given = {name for name, value in modifications.items() if value is not None}
+    others = [*(["causal"] if causal else []), *sorted(given - {"softcap", "sinks"})]
+    if in_pages and (others or not has_pages):
+        raise ValueError(
+            "key_indices_in is 'pages'; expected a block_table, and neither masks nor changes of "
+            f"scores except softcap and sinks, but got {', '.join(others) or 'no block_table'}"
+        )
+    return in_pages
 
 
 def listed(xp: Any, scores: Any, values: Any, lists: Any, rows: Rows) -> tuple[Any, Any]:

@@ -30,7 +30,7 @@ from cupy_flash.reference.eight_bits import (
     quantized,
     widened,
 )
-from cupy_flash.reference.key_lists import dense_lists, packed_lists
+from cupy_flash.reference.key_lists import dense_lists, packed_lists, read_meaning
 from cupy_flash.reference.modifications import fitting_modifications, integers, read_scale
 from cupy_flash.reference.rotary import rotated
 from cupy_flash.reference.sequences import (
@@ -90,6 +90,7 @@ def attention_varlen_reference(
     return_entropy: bool = False,
     stream: Any | None = None,
     key_indices: Any | None = None,
+    key_indices_in: str = "sequence",
     **modifications: Unpack[PackedModifications],
 ) -> tuple[Any, ...]:
     """Compute attention on consecutively packed sequences, in float64 by the plain formula.
@@ -127,6 +128,8 @@ def attention_varlen_reference(
         Stream to run on instead of the current one, see `cupy_flash.flash_attention`.
     key_indices : array of integers, optional
         Lists of the keys that each query attends to, see the function of the same call.
+    key_indices_in : {"sequence", "pages"}
+        Meaning of an index: its key's index in the sequence, or its row in all pages.
     **modifications
         Masks and changes of scores, see `cupy_flash.Modifications`; without seqlens_k.
 
@@ -163,6 +166,7 @@ def attention_varlen_reference(
         stored = [
             (x[None] if table is None else x, scale) for x, scale in ((k, k_scale), (v, v_scale))
         ]
+        in_pages = read_meaning(key_indices_in, table is not None, causal, modifications)
         for rows, keys, sequence in packed_sequences(
             *(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
             seqused_k=seqused_k,
@@ -171,7 +175,8 @@ def attention_varlen_reference(
             places = (
                 np.arange(len(k)) if table is None else paged_rows(table[sequence.b], *k.shape[:2])
             )
-            k_own, v_own = (standing_for(x, scale, places[keys]) for x, scale in stored)
+            own = np.arange(k.shape[0] * k.shape[1]) if in_pages else places[keys]
+            k_own, v_own = (standing_for(x, scale, own) for x, scale in stored)
             one = q[rows], k_own, v_own
             own_lists = None if lists is None else lists[None, :, rows]
             one_result = _sequence_result(
@@ -266,6 +271,7 @@ def attention_with_kvcache_reference(
     return_entropy: bool = False,
     stream: Any | None = None,
     key_indices: Any | None = None,
+    key_indices_in: str = "sequence",
     **modifications: Unpack[CacheModifications],
 ) -> Any:
     """Compute attention to a KV cache after appending to it, in float64 by the plain formula.
@@ -314,6 +320,8 @@ def attention_with_kvcache_reference(
         Stream to run on instead of the current one, see `cupy_flash.flash_attention`.
     key_indices : array of integers, optional
         Lists of the keys that each query attends to, see the function of the same call.
+    key_indices_in : {"sequence", "pages"}
+        Meaning of an index: its key's index in the sequence, or its row in all pages.
     **modifications
         Masks and changes of scores, see `cupy_flash.Modifications`; without seqlens_k.
 
@@ -393,8 +401,11 @@ def attention_with_kvcache_reference(
             modifications, q, capacity_of(k_cache, block_table), causal=causal
         )
         lists = dense_lists(xp, key_indices, seqlen_q)
+        in_pages = read_meaning(key_indices_in, block_table is not None, causal, modifications)
         for b in range(batch):
             own = places[b][: after[b]]
+            if in_pages:
+                own = np.arange(k_cache.shape[0] * k_cache.shape[1])
             own_lists = None if lists is None else lists[b : b + 1]
             one = q[b], standing_for(k_cache, k_scale, own), standing_for(v_cache, v_scale, own)
             sequence = FIRST_PAIR._replace(b=b)

@@ -54,6 +54,7 @@ def flash_attention(
     return_lse: bool = False,
     return_max_logits: bool = False,
     return_entropy: bool = False,
+    key_indices: Tensor | None = None,
     **modifications: Unpack[Modifications],
 ) -> Any:
     """Compute `cupy_flash.flash_attention` of tensors, differentiable by autograd.
@@ -64,9 +65,10 @@ def flash_attention(
     Parameters
     ----------
     q, k, v, causal, softmax_scale, q_offset, layout, return_lse, return_max_logits,
-    return_entropy, **modifications
+    return_entropy, key_indices, **modifications
         See `cupy_flash.flash_attention`. q, k and v may be nested tensors with the jagged layout,
-        whose seqlen is ragged; a bias, a mask, a tree_mask and seqlens_k then raise ValueError.
+        whose seqlen is ragged; a bias, a mask, a tree_mask, seqlens_k and key_indices then raise
+        ValueError. With key_indices, only q, k and v have gradients, and these have no derivatives.
         dropout_seed may be missing: each call then draws one from PyTorch's default generator, see
         docs/guide/torch.md.
 
@@ -107,10 +109,10 @@ def flash_attention(
         offset, modified = with_offsets(q_offset, modifications)
         plain = is_plain(causal, softmax_scale, layout) and (offset is None or is_integer(offset))
         plain = plain and not (return_max_logits or return_entropy)
-        if plain and are_tensors(q, k, v) and fits_graph(modified):
+        if plain and are_tensors(q, k, v, optional=(key_indices,)) and fits_graph(modified):
             heads = q.shape[-2 if layout == "bshd" else -3]
             arguments = (*packed(modified, q, heads), causal, softmax_scale, offset, layout)
-            out, lse = ATTENTION(q, k, v, *arguments)
+            out, lse = ATTENTION(q, k, v, *arguments, key_indices)
             return (out, lse) if return_lse else out
         return outside_graph(
             *(flash_attention, q, k, v),
@@ -121,10 +123,11 @@ def flash_attention(
             return_lse=return_lse,
             return_max_logits=return_max_logits,
             return_entropy=return_entropy,
+            key_indices=key_indices,
             **modifications,
         )
     call, others = dense_call(causal, softmax_scale, q_offset, layout, modifications)
-    call = call.with_statistics(return_max_logits, return_entropy)
+    call = call.with_statistics(return_max_logits, return_entropy).with_lists(key_indices)
     return _run(call, (q, k, v, *others), return_lse)
 
 
@@ -193,6 +196,7 @@ def flash_attention_varlen(
     return_lse: bool = False,
     return_max_logits: bool = False,
     return_entropy: bool = False,
+    key_indices: Tensor | None = None,
     **modifications: Unpack[PackedModifications],
 ) -> Any:
     """Compute `cupy_flash.flash_attention_varlen` of tensors, differentiable by autograd.
@@ -200,8 +204,8 @@ def flash_attention_varlen(
     Parameters
     ----------
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale,
-    seqused_k, return_lse, return_max_logits, return_entropy, **modifications
-        See `cupy_flash.flash_attention_varlen`.
+    seqused_k, return_lse, return_max_logits, return_entropy, key_indices, **modifications
+        See `cupy_flash.flash_attention_varlen`, and `flash_attention` for key_indices.
 
     Returns
     -------
@@ -223,9 +227,13 @@ def flash_attention_varlen(
         tensors, most = (q, k, v, cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
         plain = is_plain(causal, softmax_scale) and all(is_integer(x) for x in most)
         plain = plain and not (return_max_logits or return_entropy)
-        if plain and are_tensors(*tensors, optional=(seqused_k,)) and fits_graph(modifications):
+        if (
+            plain
+            and are_tensors(*tensors, optional=(seqused_k, key_indices))
+            and fits_graph(modifications)
+        ):
             arguments = (*packed(modifications, q, q.shape[1]), *lengths, causal, softmax_scale)
-            out, lse = ATTENTION_VARLEN(q, k, v, *arguments)
+            out, lse = ATTENTION_VARLEN(q, k, v, *arguments, key_indices)
             return (out, lse) if return_lse else out
         return outside_graph(
             *(flash_attention_varlen, q, k, v, *lengths[:4]),
@@ -235,10 +243,11 @@ def flash_attention_varlen(
             return_lse=return_lse,
             return_max_logits=return_max_logits,
             return_entropy=return_entropy,
+            key_indices=key_indices,
             **modifications,
         )
     call, others = varlen_call(*lengths, causal, softmax_scale, modifications)
-    call = call.with_statistics(return_max_logits, return_entropy)
+    call = call.with_statistics(return_max_logits, return_entropy).with_lists(key_indices)
     return _run(call, (q, k, v, *others), return_lse)
 
 

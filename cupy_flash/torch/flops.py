@@ -21,13 +21,13 @@ _TRAILING = VARLEN_SCHEMA.count(",") + 1
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *others: Any, out_val: Any = None) -> int:
     """Return the number of operations of `attention`."""
-    return _products(1, 1, _dense_pairs(q, k, others[-1]), q, v)
+    return _products(1, 1, _dense_pairs(q, k, *others[-2:]), q, v)
 
 
 def _attention_gradients(*values: Any, out_val: Any = None) -> int:
     """Return the number of operations of `attention_gradients`."""
     q, k, v, *others = values[LEADING:]
-    return _products(3, 2, _dense_pairs(q, k, others[-1]), q, v)
+    return _products(3, 2, _dense_pairs(q, k, *others[-2:]), q, v)
 
 
 def _attention_varlen(*values: Any, out_val: Any = None) -> int:
@@ -74,15 +74,19 @@ def _products(of_keys: int, of_values: int, pairs: int, q: Tensor, v: Tensor) ->
     return int(2 * pairs * (of_keys * q.shape[-1] + of_values * v.shape[-1]))
 
 
-def _dense_pairs(q: Tensor, k: Tensor, layout: str) -> int:
+def _dense_pairs(q: Tensor, k: Tensor, layout: str, key_indices: Tensor | None) -> int:
     """Return the number of pairs of a query row of a head and a key."""
     keys = k.shape[-3 if layout == "bshd" else -2]
+    if key_indices is not None:
+        keys = key_indices.shape[-1]
     return (q.numel() // max(q.shape[-1], 1)) * keys
 
 
 def _varlen_pairs(values: tuple[Any, ...]) -> int:
     q = values[0]
-    ends_q, ends_k, most_q, most_k, used_k, *_ = values[-_TRAILING:]
+    ends_q, ends_k, most_q, most_k, used_k, *_, key_indices = values[-_TRAILING:]
+    if key_indices is not None:
+        return int(q.shape[0] * q.shape[1] * key_indices.shape[-1])
     rows = _lengths(ends_q, most_q)
     keys = _lengths(ends_k, most_k)
     if used_k is not None and _has_values(used_k):

@@ -36,6 +36,7 @@ class CacheOptions(CacheModifications, total=False):
     block_table: Tensor | None
     shared_prefix_len: int
     key_indices: Tensor | None
+    key_indices_in: str
     rotary_cos: Tensor | None
     rotary_sin: Tensor | None
     rotary_interleaved: bool
@@ -191,6 +192,7 @@ def _fits_operator(arrays: tuple[Any, ...], cache_seqlens: Any, options: Mapping
         and given["tile"] is None
         and given["stream"] is None
         and given["key_indices"] is None
+        and given["key_indices_in"] == "sequence"
         and not (given["return_max_logits"] or given["return_entropy"])
         and (family is None or isinstance(family, str))
         and (head_dim_v is None or is_integer(head_dim_v))

@@ -55,6 +55,10 @@ def packed_call(call: DifferentiableCall, inputs: tuple[Any, ...]) -> PackedCall
         For shapes that do not match, and for a modification that needs a dense batch.
     """
     options = call.options
+    if call.key_indices is not None:
+        raise ValueError(
+            "key_indices are given with nested tensors; pass flash_attention_varlen the packed rows"
+        )
     names = dict(zip(call.names, inputs, strict=True))
     modifications = {n: x for n, x in {**call.modifications, **names}.items() if x is not None}
     q, k, v = (

@@ -14,6 +14,7 @@ from torch import Tensor
 from cupy_flash.arrays.torch_arrays import is_in_transform
 from cupy_flash.differentiable import DifferentiableCall
 from cupy_flash.problem.gradient import ROWS
+from cupy_flash.torch.graphs import are_tensors
 from cupy_flash.torch.modifications import fits_graph, packed
 from cupy_flash.torch.operators import ATTENTION, ATTENTION_VARLEN
 
@@ -34,7 +35,8 @@ def results_of_operator(
     options = call.options
     own = dict(zip(call.names[len(ROWS) :], inputs[len(ROWS) :], strict=True))
     modifications = {**call.modifications, **own}
-    if not fits_graph(modifications):
+    lists = call.key_indices
+    if not fits_graph(modifications) or not are_tensors(optional=(lists,)):
         return None
     q, k, v, *_ = inputs
     heads = q.shape[-3 if options.layout == "bhsd" else -2]
@@ -42,9 +44,9 @@ def results_of_operator(
     arguments = q, k, v, *packed(modifications, q, heads)
     results: tuple[Tensor, Tensor]
     if options.kind == "dense":
-        results = ATTENTION(*arguments, *plain, options.q_offset, options.layout)
+        results = ATTENTION(*arguments, *plain, options.q_offset, options.layout, lists)
     else:
         ends_q, ends_k, used_k = call.lengths
         lengths = ends_q, ends_k, options.max_seqlen_q, options.max_seqlen_k, used_k
-        results = ATTENTION_VARLEN(*arguments, *lengths, *plain)
+        results = ATTENTION_VARLEN(*arguments, *lengths, *plain, lists)
     return results

@@ -28,10 +28,12 @@ _BACKENDS = tuple(getattr(torch._C.DispatchKey, device) for device in _DEVICES)
 
 # Arguments of operators after the modifications, and of those of gradients before q. `wrt` names
 # the inputs whose gradients are computed, which are q, k and v if it is None.
-DENSE_SCHEMA = "bool causal, float? softmax_scale, SymInt? q_offset, str layout"
+DENSE_SCHEMA = (
+    "bool causal, float? softmax_scale, SymInt? q_offset, str layout, Tensor? key_indices"
+)
 VARLEN_SCHEMA = (
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    "Tensor? seqused_k, bool causal, float? softmax_scale"
+    "Tensor? seqused_k, bool causal, float? softmax_scale, Tensor? key_indices"
 )
 RESULTS = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse, str[]? wrt"
 LEADING = RESULTS.count(",") + 1
@@ -137,9 +139,10 @@ class _Operator(NamedTuple):
     def _call(self, values: Sequence[Any]) -> tuple[DifferentiableCall, tuple[Any, ...]]:
         """Return the call that an operator's arguments describe, and its inputs."""
         q, k, v, *rest = values
-        modifications, others = mods.unpacked(*rest[: mods.COUNT]), rest[mods.COUNT :]
+        modifications = mods.unpacked(*rest[: mods.COUNT])
+        *others, key_indices = rest[mods.COUNT :]
         call, inputs = self.of_plain(*others, modifications)
-        return call, (q, k, v, *inputs)
+        return call.with_lists(key_indices), (q, k, v, *inputs)
 
     def run(self, *values: Any) -> tuple[Any, Any]:
         """Compute attention; return out and lse."""
@@ -260,7 +263,9 @@ def _names(values: Sequence[Any]) -> tuple[Any, ...]:
     """Return the arguments of an operator, with the names of tensors instead of tensors."""
     tensors, *others = values[len(ROWS) : len(ROWS) + mods.COUNT]
     names = None if tensors is None else mods.tensor_names(tensors, *others)
-    return *ROWS, names, *others, *values[len(ROWS) + mods.COUNT :]
+    *plain, key_indices = values[len(ROWS) + mods.COUNT :]
+    lists = None if key_indices is None else "key_indices"
+    return *ROWS, names, *others, *plain, lists
 
 
 def _inputs(names: Sequence[Any], values: Sequence[Any]) -> dict[str, Any]:
@@ -283,7 +288,7 @@ def _refuse_second_derivative(ctx: Any, *gradients: Any) -> Any:
 
 
 def _dense_lse_shape(
-    q: Any, causal: Any, softmax_scale: Any, q_offset: Any, layout: str
+    q: Any, causal: Any, softmax_scale: Any, q_offset: Any, layout: str, key_indices: Any
 ) -> tuple[Any, ...]:
     *batch, first, second, _ = q.shape
     return (*batch, second, first) if layout == "bshd" else (*batch, first, second)

@@ -362,11 +362,11 @@ def test_operators_are_as_torch_wants_them(kind: str) -> None:
 
     modifications = NO_MODIFICATIONS
     if kind == "dense":
-        given: tuple[Any, ...] = (*qkv("cuda"), *modifications, True, None, None, "bshd")
+        given: tuple[Any, ...] = (*qkv("cuda"), *modifications, True, None, None, "bshd", None)
         operator = torch.ops.cupy_flash.attention
     else:
         ends = integers("cuda", [0, 4, 9])
         rows = tensors("cuda", (9, 4, 5), (9, 2, 5), (9, 2, 5))
-        given = (*rows, *modifications, ends, ends, 5, 5, None, True, None)
+        given = (*rows, *modifications, ends, ends, 5, 5, None, True, None, None)
         operator = torch.ops.cupy_flash.attention_varlen
     library.opcheck(operator, given)

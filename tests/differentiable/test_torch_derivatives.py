@@ -56,13 +56,15 @@ def with_lse(x: Any) -> Any:
 
 def operator(x: Any) -> Any:
     plain = NO_MODIFICATIONS
-    return torch.ops.cupy_flash.attention(x, x, x, *plain, False, None, None, "bshd")[0]
+    return torch.ops.cupy_flash.attention(x, x, x, *plain, False, None, None, "bshd", None)[0]
 
 
 def operator_varlen(x: Any) -> Any:
     plain = NO_MODIFICATIONS
     lengths = (*lengths_on(x.device), None)
-    return torch.ops.cupy_flash.attention_varlen(*[x[0]] * 3, *plain, *lengths, False, None)[0]
+    return torch.ops.cupy_flash.attention_varlen(*[x[0]] * 3, *plain, *lengths, False, None, None)[
+        0
+    ]
 
 
 FUNCTIONS = [dense, packed, varlen, with_lse]

@@ -88,7 +88,7 @@ def varlen_slopes(q: Any, k: Any, v: Any, slopes: Any) -> Any:
 def operator(q: Any, k: Any, v: Any, ends: Any) -> Any:
     plain = NO_MODIFICATIONS
     lengths = (ends, ends, 6, 6, None)
-    return torch.ops.cupy_flash.attention_varlen(q, k, v, *plain, *lengths, True, None)[0]
+    return torch.ops.cupy_flash.attention_varlen(q, k, v, *plain, *lengths, True, None, None)[0]
 
 
 SEEN = np.tri(6, dtype=bool)

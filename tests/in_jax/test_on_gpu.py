@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 from support.gpu import fake_gpu
 
-from cupy_flash import ScoreMod, flash_attention_hvp, flash_attention_jvp
+from cupy_flash import (
+    ScoreMod,
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_hvp,
+    flash_attention_jvp,
+)
 
 jax = pytest.importorskip("jax")
 pytest.importorskip("cupy_flash.jax")
@@ -332,6 +338,52 @@ def test_a_program_of_another_process_names_its_functions_in_vain(gpu: Any, xla:
     static = static._replace(functions=(("score_mod", "0-1"),))
     with pytest.raises(ValueError, match="score_mod or mask_mod of another process"):
         on_gpu.execute(xla.frame(static, arguments, results))
+
+
+@pytest.mark.parametrize("wrt", [None, ("q", "k", "v")])
+def test_calls_with_lists_are_computed_in_the_programs_memory(
+    wrt: tuple[str, ...] | None,
+    gpu: Any,
+    xla: FakeXla,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes = {"q": (2, 5, 2, 8), "k": (2, 7, 1, 8), "v": (2, 7, 1, 8)}
+    out = shapes["q"]
+    arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    arrays["key_indices"] = rng.integers(-1, 7, (2, 5, 1, 6)).astype(np.int32)
+    options = {"causal": True, "key_indices": arrays["key_indices"]}
+    rows = [arrays[name] for name in shapes]
+    expected = flash_attention(*rows, **options, return_lse=True)
+    results = {"out": out, "lse": (2, 2, 5)}
+    if wrt is not None:
+        results = {name: shapes[name] for name in wrt}
+        arrays |= zip(("out", "lse"), expected, strict=True)
+        arrays["dout"] = rng.standard_normal(out).astype(np.float32)
+        expected = flash_attention_backward(arrays["dout"], *rows, *expected, **options)
+    static = StaticCall(tuple(arrays), Options(causal=True, return_lse=True, wrt=wrt))
+    given = [Array(gpu.address(), x.shape, x.dtype) for x in arrays.values()]
+    made = [Array(gpu.address(), shape, np.float32) for shape in results.values()]
+    memory = {place.address: x for place, x in zip(given, arrays.values(), strict=True)}
+    streams = []
+
+    def array_at(address: int, shape: tuple[int, ...], dtype: Any, device: int) -> np.ndarray:
+        assert device == DEVICE
+        streams.append(gpu.stream)
+        if address not in memory:
+            memory[address] = np.full(shape, np.nan, dtype)
+        return memory[address]
+
+    monkeypatch.setattr(on_gpu, "array_at", array_at)
+    # The arrays are those of NumPy, so that the CPU backend computes the call.
+    for name in ("attention_to_lists", "gradients_of_lists"):
+        run = getattr(on_gpu, name)
+        monkeypatch.setattr(on_gpu, name, lambda *x, run=run: run(*x[:2], "cpu", *x[3:]))
+    on_gpu.execute(xla.frame(static, given, made))
+    assert gpu.launches == []
+    assert set(streams) == {STREAM}
+    for place, right in zip(made, expected, strict=True):
+        np.testing.assert_array_equal(memory[place.address], right)
 
 
 @pytest.mark.parametrize("wrt", [None, ("q", "v")])

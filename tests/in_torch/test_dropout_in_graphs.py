@@ -158,7 +158,7 @@ def test_an_exported_program_draws_seeds() -> None:
 def test_operators() -> None:
     q, k, v = rows("cpu")
     options = {"dropout_p": P, "dropout_seed": torch.tensor([5, 6])}
-    others = *packed(options, q, 4), True, None, None, "bshd"
+    others = *packed(options, q, 4), True, None, None, "bshd", None
     library.opcheck(operators.ATTENTION, (q, k, v, *others))
     out, lse = (x.detach() for x in operators.ATTENTION(q, k, v, *others))
     plain = [x.detach() for x in (q, k, v)]
@@ -166,5 +166,5 @@ def test_operators() -> None:
     library.opcheck(operator, (torch.randn_like(out), None, out, lse, ["k"], *plain, *others))
     ends = torch.tensor([0, 4, 9], dtype=torch.int32)
     q, k, v = (x[0, :9].detach().requires_grad_() for x in (q, k, v))
-    arguments = q, k, v, *packed(options, q, 4), ends, ends, 5, 5, None, False, None
+    arguments = q, k, v, *packed(options, q, 4), ends, ends, 5, 5, None, False, None, None
     library.opcheck(operators.ATTENTION_VARLEN, arguments)

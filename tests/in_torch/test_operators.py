@@ -36,7 +36,7 @@ def rows(rng: np.random.Generator, *leading: int, keys: int) -> list[Any]:
 
 def modifications(rng: np.random.Generator, name: str, batch: int, keys: int) -> dict[str, Any]:
     """Return modifications of a call whose sequences have at most `keys` keys."""
-    if name == "none":
+    if name in ("none", "lists"):
         return {}
     if name == "arrays":
         return {
@@ -63,30 +63,36 @@ def modifications(rng: np.random.Generator, name: str, batch: int, keys: int) ->
 MODIFICATIONS = ["none", "arrays", "blocks", "functions"]
 
 
+def lists_of_keys(rng: np.random.Generator, name: str, *leading: int, keys: int) -> Any:
+    """Return lists for a call that is named "lists", otherwise None."""
+    return torch.tensor(rng.integers(-1, keys, (*leading, 1, 6))) if name == "lists" else None
+
+
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-@pytest.mark.parametrize("name", MODIFICATIONS)
+@pytest.mark.parametrize("name", [*MODIFICATIONS, "lists"])
 def test_the_operator_of_dense_batches_and_its_gradients(
     name: str, layout: str, rng: np.random.Generator
 ) -> None:
     batch, queries, keys = (int(x) for x in rng.integers(2, 10, 3))
     q, k, v = rows(rng, batch, queries, keys=keys)
     given = modifications(rng, name, batch, keys)
+    lists = lists_of_keys(rng, name, batch, queries, keys=keys)
     if layout == "bhsd":
         q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v))
-    others = *packed(given, q, HEADS), True, None, 2, layout
+    others = *packed(given, q, HEADS), True, None, 2, layout, lists
     library.opcheck(operators.ATTENTION, (q, k, v, *others))
     with torch.no_grad():
         out, lse = operators.ATTENTION(q, k, v, *others)
     plain = [x.detach() for x in (q, k, v)]
     given = {n: x.detach() if isinstance(x, torch.Tensor) else x for n, x in given.items()}
-    others = *packed(given, q, HEADS), True, None, 2, layout
+    others = *packed(given, q, HEADS), True, None, 2, layout, lists
     wrt = ["q", "v", "bias", "sinks"] if name == "arrays" else ["q", "v"]
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     operator = torch.ops.cupy_flash.attention_gradients.default
     library.opcheck(operator, (dout, dlse, out, lse, wrt, *plain, *others))
 
 
-@pytest.mark.parametrize("name", ["none", "functions"])
+@pytest.mark.parametrize("name", ["none", "functions", "lists"])
 def test_the_operator_of_packed_sequences(name: str, rng: np.random.Generator) -> None:
     ends = torch.tensor([0, 4, 9], dtype=torch.int32)
     q, k, v = rows(rng, 9, keys=9)
@@ -94,7 +100,8 @@ def test_the_operator_of_packed_sequences(name: str, rng: np.random.Generator) -
     # Operators find functions that exist.
     mods = modifications(rng, name, 2, 5)
     given = packed(mods, q, HEADS)
-    arguments = (q, k, v, *given, ends, ends, 5, 5, used, True, 0.3)
+    lists = lists_of_keys(rng, name, 9, keys=5)
+    arguments = (q, k, v, *given, ends, ends, 5, 5, used, True, 0.3, lists)
     library.opcheck(operators.ATTENTION_VARLEN, arguments)
     out, lse = (x.detach() for x in operators.ATTENTION_VARLEN(*arguments))
     plain = [x.detach() for x in (q, k, v)]
@@ -139,7 +146,9 @@ def test_the_operators_of_caches(name: str, functions: bool, rng: np.random.Gene
     library.opcheck(CACHED[name], arguments)
 
 
-@pytest.mark.parametrize("name", ["none", "bias", "slopes", "lengths", "function", *MODIFICATIONS])
+@pytest.mark.parametrize(
+    "name", ["none", "bias", "slopes", "lengths", "function", *MODIFICATIONS, "lists"]
+)
 def test_a_mapped_operator_computes_each_element(name: str, rng: np.random.Generator) -> None:
     size, batch, queries, keys = (int(x) for x in rng.integers(2, 6, 4))
     q, k, v = (x.detach() for x in rows(rng, size, batch, queries, keys=keys))
@@ -150,7 +159,8 @@ def test_a_mapped_operator_computes_each_element(name: str, rng: np.random.Gener
         "function": {"mask_mod": MaskMod(lambda i, j: (i + j) % 3 > 0)},
     }.get(name) or modifications(rng, name, batch, keys)
     given = {n: x.detach() if isinstance(x, torch.Tensor) else x for n, x in given.items()}
-    others = *packed(given, q, HEADS), True, None, None, "bshd"
+    lists = lists_of_keys(rng, name, batch, queries, keys=keys)
+    others = *packed(given, q, HEADS), True, None, None, "bshd", lists
     operator = torch.ops.cupy_flash.attention_gradients
 
     def attention(q: Any, k: Any, v: Any) -> Any:
@@ -179,7 +189,7 @@ def test_no_samples_are_mapped_unless_they_are_separate_calls(rng: np.random.Gen
     none, sinks = q.expand(0, *q.shape), normal(rng, 0, HEADS)
 
     def attention(q: Any, sinks: Any = None) -> Any:
-        others = *packed({"sinks": sinks}, q, HEADS), True, None, None, "bshd"
+        others = *packed({"sinks": sinks}, q, HEADS), True, None, None, "bshd", None
         return operators.ATTENTION(q, k, v, *others)
 
     out, lse = torch.vmap(attention)(none)
@@ -192,7 +202,7 @@ def test_no_samples_are_mapped_unless_they_are_separate_calls(rng: np.random.Gen
 def test_a_mapped_operator_of_no_gradients(rng: np.random.Generator) -> None:
     q, k, v = (x.detach() for x in rows(rng, 3, 2, 5, keys=7))
     mask = MaskMod(lambda b, j: j > b)
-    others = *packed({"mask_mod": mask}, q[0], HEADS), True, None, None, "bshd"
+    others = *packed({"mask_mod": mask}, q[0], HEADS), True, None, None, "bshd", None
 
     def gradients(q: Any, k: Any, v: Any) -> Any:
         out, lse = operators.ATTENTION(q, k, v, *others)

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.calls.key_list_calls import KINDS, random_call
+from support.calls.key_list_calls import KINDS, in_pages, random_call
 from support.emulated_kernels import compiled
 
-from cupy_flash.calls import key_lists
+from cupy_flash.calls.key_lists import tables
 from cupy_flash.families.contract import TranslationUnit
 from cupy_flash.gpu.compiler import compile_cubin
 from cupy_flash.gpu.key_lists import (
@@ -65,13 +65,13 @@ def test_block_tables_are_those_of_numpy(
         struct = "KeyListParams"
         run(folder, key_list_unit(), ENTRY, struct, KEY_LIST_DTYPE, arrays, sizes, threads)
 
-    monkeypatch.setattr(key_lists.key_lists, "compact", compact)
-    compared = 0
-    plain = key_lists._tables_on_host
+    monkeypatch.setattr(tables.key_lists, "compact", compact)
+    compared = with_keys = 0
+    plain = tables._tables_on_host
 
     def both(*arguments: Any) -> Any:
         nonlocal compared
-        expected, found = plain(*arguments), key_lists._tables_on_gpu(*arguments)
+        expected, found = plain(*arguments), tables._tables_on_gpu(*arguments)
         np.testing.assert_array_equal(found.counts, expected.counts)
         seen = np.arange(expected.rows.shape[2]) < expected.counts[..., None]
         for name, after in (("rows", -1), ("keys", 0)):
@@ -83,10 +83,14 @@ def test_block_tables_are_those_of_numpy(
         compared += 1
         return found
 
-    monkeypatch.setattr(key_lists, "_tables_on_host", both)
-    for _ in range(8):
-        random_call(rng, kind).run(np)
-    assert compared == 8
+    monkeypatch.setattr(tables, "_tables_on_host", both)
+    for number in range(8):
+        call = random_call(rng, kind, has_positions=number < 5)
+        if "block_table" in call.arguments and number >= 5:
+            call = in_pages(call)
+        call.run(np)
+        with_keys += call.arguments.get("max_seqlen_k", 1) > 0
+    assert compared == with_keys > 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -12,7 +12,8 @@ from support.comparisons import with_arrays
 
 import cupy_flash
 from cupy_flash import UnsupportedError, flash_attention, flash_attention_backward
-from cupy_flash.calls import key_list_gradients
+from cupy_flash.calls.key_lists import backward as key_list_gradients
+from cupy_flash.calls.key_lists import fold
 from cupy_flash.reference import gradients as dense
 from cupy_flash.reference import packed_gradients as packed
 
@@ -161,4 +162,67 @@ def test_only_q_k_and_v_have_gradients() -> None:
     with pytest.raises(UnsupportedError, match=r"wrt names 'sinks'; with key_indices expected"):
         flash_attention_backward(
             *(dout, q, k, v, out, lse), key_indices=lists, sinks=np.zeros(2), wrt=("q", "sinks")
+        )
+
+
+def test_lists_of_each_kv_head_take_one_call(
+    xp: Any, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    q, k, v, dout = (
+        xp.asarray(rng.standard_normal((2, n, heads, 8)))
+        for n, heads in ((3, 4), (9, 2), (9, 2), (3, 4))
+    )
+    lists = xp.asarray(rng.integers(-1, 9, (2, 3, 2, 12)).astype(np.int32))
+    options = {"key_indices": lists, "bias": xp.asarray(rng.standard_normal((1, 4, 3, 9)))}
+    out, lse = flash_attention(q, k, v, return_lse=True, **options)
+    calls = []
+    run = key_list_gradients.dispatch_backward.gradients
+    monkeypatch.setattr(
+        key_list_gradients.dispatch_backward,
+        "gradients",
+        lambda *x: calls.append(x) or run(*x),
+    )
+    found = flash_attention_backward(dout, q, k, v, out, lse, **options)
+    assert len(calls) == 1
+    monkeypatch.setattr(fold, "_can_fold", lambda _: False)
+    expected = flash_attention_backward(dout, q, k, v, out, lse, **options)
+    assert len(calls) == 3
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(on_host(one), on_host(other), rtol=0, atol=1e-13)
+
+
+def test_a_bias_of_packed_queries_in_several_passes(
+    xp: Any, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    monkeypatch.setattr(key_list_gradients, "_CHUNK_BYTES", 1)
+    q, k, v, dout = (rng.standard_normal((n, 2, 8)) for n in (6, 18, 18, 6))
+    ends = [0, 3, 6], [0, 9, 18], 3, 9
+    given = {
+        "key_indices": rng.integers(-1, 9, (6, 1, 12)).astype(np.int32),
+        "bias": rng.standard_normal((2, 6, 9)),
+    }
+    expected = cupy_flash.attention_varlen_backward_reference(dout, q, k, v, *ends, **given)
+    q, k, v, dout = map(xp.asarray, (q, k, v, dout))
+    given = with_arrays(xp.asarray, given)
+    results = cupy_flash.flash_attention_varlen(q, k, v, *ends, return_lse=True, **given)
+    found = cupy_flash.flash_attention_varlen_backward(dout, q, k, v, *results, *ends, **given)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(on_host(one), on_host(other), rtol=0, atol=1e-12)
+
+
+def test_pullback_functions_take_lists(xp: Any) -> None:
+    q, k, v, lists, dout, out, lse = arrays(xp)
+    expected = flash_attention_backward(dout, q, k, v, out, lse, key_indices=lists)
+    again, pullback = cupy_flash.flash_attention_vjp(q, k, v, key_indices=lists)
+    np.testing.assert_array_equal(on_host(again), on_host(out))
+    for one, other in zip(pullback(dout), expected, strict=True):
+        np.testing.assert_array_equal(on_host(one), on_host(other))
+    packed = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v, lists, dout)]
+    ends = [0, 3, 6], [0, 9, 18], 3, 9
+    again, pullback = cupy_flash.flash_attention_varlen_vjp(
+        *packed[:3], *ends, key_indices=packed[3]
+    )
+    for one, other in zip((again, *pullback(packed[4])), (out, *expected), strict=True):
+        np.testing.assert_allclose(
+            on_host(one), on_host(other).reshape(one.shape), rtol=0, atol=1e-13
         )

@@ -12,13 +12,12 @@ from support.comparisons import with_arrays
 
 import cupy_flash
 from cupy_flash import (
-    MaskMod,
-    ScoreMod,
     UnsupportedError,
     flash_attention,
     flash_attention_varlen,
     flash_attention_with_kvcache,
 )
+from cupy_flash.calls.key_lists import fold, forward
 
 BATCH, ROWS, KEYS, HEADS, DIM = 2, 3, 20, 4, 8
 
@@ -74,6 +73,62 @@ def test_a_key_listed_twice_counts_twice(xp: Any) -> None:
     keys, values = (x[:, [4, 4, 9]] for x in (k, v))
     plain = flash_attention(q, keys, values)
     np.testing.assert_allclose(on_host(found), on_host(plain), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["bias", "mask", "alibi_slopes", "softcap", "nothing"])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_lists_of_each_kv_head_take_one_call(
+    name: str, is_packed: bool, xp: Any, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    q, k, v, _ = arrays(xp)
+    lists = xp.asarray(rng.integers(-1, KEYS, (BATCH, ROWS, 2, 7)).astype(np.int32))
+    pairs = (HEADS, BATCH * ROWS, KEYS) if is_packed else (BATCH, HEADS, ROWS, KEYS)
+    options = {
+        "bias": {"bias": xp.asarray(rng.standard_normal(pairs))},
+        "mask": {"mask": xp.asarray(rng.random(pairs) < 0.7)},
+        "alibi_slopes": {"alibi_slopes": xp.asarray(rng.random((BATCH, HEADS)))},
+        "softcap": {"softcap": 2.0},
+        "nothing": {},
+    }[name] | {"causal": True, "return_lse": True, "return_entropy": True}
+    function, given = flash_attention, (q, k, v)
+    if is_packed:
+        ends = [0, ROWS, 2 * ROWS], [0, KEYS, 2 * KEYS], ROWS, KEYS
+        function = flash_attention_varlen
+        given = (*(x.reshape(-1, *x.shape[2:]) for x in (q, k, v)), *ends)
+        lists = lists.reshape(-1, 2, 7)
+    calls = []
+    run = forward.dispatch.attention
+    monkeypatch.setattr(forward.dispatch, "attention", lambda *x: calls.append(x) or run(*x))
+    found = function(*given, key_indices=lists, **options)
+    assert len(calls) == 1
+    (inner, *_), *_ = calls
+    cache = given[1]
+    assert xp.may_share_memory(inner.k_cache, cache)
+    assert inner.q.shape[:3] == (2 * BATCH * ROWS, 1, HEADS // 2)
+    monkeypatch.setattr(fold, "_can_fold", lambda _: False)
+    expected = function(*given, key_indices=lists, **options)
+    assert len(calls) == 3
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(on_host(one), on_host(other), rtol=0, atol=1e-14)
+
+
+def test_sinks_and_other_strides_take_one_call_for_each_kv_head(
+    xp: Any, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    q, k, v, _ = arrays(xp)
+    lists = xp.asarray(rng.integers(-1, KEYS, (BATCH, ROWS, 2, 7)).astype(np.int32))
+    apart = [xp.stack([x, x], axis=2)[:, :, 0] for x in (k, v)]
+    calls = []
+    run = forward.dispatch.attention
+    monkeypatch.setattr(forward.dispatch, "attention", lambda *x: calls.append(x) or run(*x))
+    plain = flash_attention(q, k, v, key_indices=lists)
+    assert len(calls) == 1
+    strided = flash_attention(q, *apart, key_indices=lists)
+    assert len(calls) == 3
+    np.testing.assert_allclose(on_host(strided), on_host(plain), rtol=0, atol=1e-14)
+    sinks = xp.asarray(rng.standard_normal(HEADS))
+    flash_attention(q, k, v, key_indices=lists, sinks=sinks)
+    assert len(calls) == 5
 
 
 def test_a_list_may_be_that_of_all_queries_of_a_sequence(xp: Any) -> None:
@@ -133,12 +188,13 @@ def test_row_statistics_are_those_of_the_listed_keys(xp: Any) -> None:
         assert abs(on_host(entropy)[b, h, i] + weights @ np.log(weights)) < 1e-12
 
 
-def test_8_bit_caches_with_any_scales(xp: Any, rng: np.random.Generator) -> None:
-    q, _, _, lists = arrays(heads_kv=2)
+@pytest.mark.parametrize("count", [1, 2])
+def test_8_bit_caches_with_any_scales(count: int, xp: Any, rng: np.random.Generator) -> None:
+    q, *_ = arrays(heads_kv=2)
     q = q.astype(np.float16)
     k_cache, v_cache = rng.integers(-127, 128, (2, 6, 4, 2, DIM)).astype(np.int8)
     table = rng.permutation(6)[:6].reshape(2, 3).astype(np.int32)
-    lists = lists % 12
+    lists = rng.integers(-1, 12, (BATCH, ROWS, count, 7)).astype(np.int32)
     for shape in ((), (2,), (6, 1, 2), (6, 4, 2)):
         k_scale, v_scale = rng.uniform(0.001, 0.02, (2, *shape)).astype(np.float32)
         given = {"k_scale": k_scale, "v_scale": v_scale, "cache_seqlens": 12}
@@ -151,18 +207,17 @@ def test_8_bit_caches_with_any_scales(xp: Any, rng: np.random.Generator) -> None
             (x * scale)[table].reshape(2, 12, 2, DIM)
             for x, scale in zip((k_cache, v_cache), scales, strict=True)
         ]
-        for b, i in np.ndindex(BATCH, ROWS):
-            keys = lists[b, i, 0]
-            one = (q[b : b + 1, i : i + 1], *(x[b : b + 1, keys] for x in whole))
+        for b, i, head in np.ndindex(BATCH, ROWS, 2):
+            keys = lists[b, i, min(head, count - 1)]
+            own, heads = (b, keys[keys >= 0], slice(head, head + 1)), slice(2 * head, 2 * head + 2)
+            one = q[b, i, heads][None, None], *(x[own][None] for x in whole)
             exact = cupy_flash.attention_reference(*one)
-            assert abs(found[b, i] - exact[0, 0]).max() < 4e-3
+            assert abs(found[b, i, heads] - exact[0, 0]).max() < 4e-3
 
 
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"mask_mod": MaskMod(lambda i, j: i != j)}, "mask_mod"),
-        ({"score_mod": ScoreMod(lambda score: score * 2)}, "score_mod"),
         ({"dropout_p": 0.5, "dropout_seed": 1}, "dropout_seed"),
         ({"tree_mask": np.ones((BATCH, ROWS), np.uint64)}, "tree_mask"),
     ],
@@ -281,8 +336,13 @@ def test_nothing_is_appended_if_an_argument_is_wrong() -> None:
 
 def test_a_call_with_lists_has_no_plan() -> None:
     q, k, v, lists = arrays()
-    with pytest.raises(UnsupportedError, match="calls with key_indices have no plan"):
+    error = pytest.raises(UnsupportedError, match="calls with key_indices have no plan")
+    with error:
         cupy_flash.plan(flash_attention, q, k, v, key_indices=lists)
+    with error:
+        cupy_flash.plan(cupy_flash.flash_attention_backward, q=q, k=k, v=v, key_indices=lists)
+    with error, pytest.deprecated_call():
+        cupy_flash.plan_with_kvcache(q, k, v, cache_seqlens=3, key_indices=lists)
 
 
 def test_arrays_of_other_libraries_are_answered_in_kind() -> None:

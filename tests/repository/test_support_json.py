@@ -13,7 +13,7 @@ from support.cli.benchmark_scripts import CHECKOUT, IN_CHECKOUT, script
 from support.gpu import fake_gpu
 
 from cupy_flash import flash_attention
-from cupy_flash.calls import key_lists
+from cupy_flash.calls.key_lists import forward
 
 if not IN_CHECKOUT:
     pytest.skip("the tests stand outside a checkout", allow_module_level=True)
@@ -141,11 +141,11 @@ def test_launches_within_a_composed_call_have_its_feature(
 ) -> None:
     gpu = fake_gpu.install(monkeypatch)
     q = gpu.array(2, 512, 8, 64)
-    monkeypatch.setattr(key_lists, "attention", lambda x: flash_attention(x, x, x))
+    monkeypatch.setattr(forward._Inner, "compute", lambda x: flash_attention(x, x, x))
     recorder = Recorder(SimpleNamespace(), tmp_path / "ran.json")
     try:
         recorder._launched = {}
-        key_lists.attention(q)
+        forward._Inner.compute(q)
         (features,) = recorder._launched.values()
         assert features == {"key_indices"}
         recorder._launched = {}

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupy_flash.arrays.kinds import on_torch_stream
 from cupy_flash.arrays.overlap import require_no_overlap
-from cupy_flash.arrays.torch_arrays import is_capturing, is_torch_on_gpu
+from cupy_flash.arrays.torch_arrays import is_capturing, is_torch_on_gpu, with_torch_memory
 from cupy_flash.calls import dispatch
 from cupy_flash.calls.arguments import Arguments, written_arrays
 from cupy_flash.calls.check.lengths import check_contents, length_limits, require_length
@@ -20,6 +19,8 @@ from cupy_flash.calls.conversions import converted
 from cupy_flash.calls.host.forward import require_writable
 from cupy_flash.calls.options import Options
 from cupy_flash.problem.problem import Problem
+
+_NOTHING = contextlib.nullcontext()
 
 
 class WholeCall(NamedTuple):
@@ -76,12 +77,18 @@ def check_whole(
     return WholeCall(arguments, options, problem, is_of_tensors, lengths)
 
 
-def on_stream_of_tensors(q: Any) -> AbstractContextManager[Any]:
-    """Return a context in which CuPy uses torch's current stream, if q is a tensor on a GPU.
+@contextlib.contextmanager
+def on_stream_of_tensors(q: Any) -> Iterator[None]:
+    """Let CuPy use torch's current stream in this context, if q is a tensor on a GPU.
 
     Otherwise CuPy's stream would wait for that of torch, which a graph of torch cannot capture.
+    While torch captures a graph, CuPy also uses memory of torch, which the graph keeps.
     """
-    return on_torch_stream("q", q) if is_torch_on_gpu(q) else contextlib.nullcontext()
+    if not is_torch_on_gpu(q):
+        yield
+        return
+    with on_torch_stream("q", q), with_torch_memory() if is_capturing() else _NOTHING:
+        yield
 
 
 def is_capturing_tensors(q: Any) -> bool:

@@ -204,3 +204,66 @@ def test_a_graph_appends_and_counts(mode: str) -> None:
     for b, n in enumerate((4, 10)):
         assert torch.equal(caches[0][b, n], k[b, 0])
     assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("lists", [1, HEADS])
+def test_a_graph_reads_lists_of_keys_at_each_launch(lists: int, mode: str) -> None:
+    q, k, v = inputs()
+    q = q[:, :64].contiguous()
+
+    def drawn() -> Any:
+        return torch.randint(-1, KEYS, (1, 64, lists, 200), dtype=torch.int32, device="cuda")
+
+    indices, gain = drawn(), torch.rand(KEYS, device="cuda")
+    mod = ScoreMod(lambda score, j, gain: score * gain[j], gain=gain)
+
+    def call() -> Any:
+        return cupy_flash.flash_attention(q, k, v, key_indices=indices, score_mod=mod)
+
+    graph, stream, out = captured(call, mode)
+    cupy.get_default_memory_pool().free_all_blocks()
+    others = foreign_arrays(stream)
+    for _ in range(3):
+        indices.copy_(drawn())
+        out.zero_()
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        torch.testing.assert_close(out, call(), rtol=0, atol=0)
+    assert not any(x.any() for x in others)
+
+
+def test_a_graph_of_a_step_over_listed_rows_of_pages() -> None:
+    pages, size = 40, 16
+    q = torch.randn(3, 1, 16, 576, device="cuda", dtype=torch.bfloat16)
+    cache = torch.randn(pages, size, 1, 576, device="cuda", dtype=torch.bfloat16)
+    new = torch.randn(3, 1, 1, 576, device="cuda", dtype=torch.bfloat16)
+    table = torch.randperm(pages, device="cuda")[:12].reshape(3, 4).int()
+    lengths = torch.tensor([5, 40, 17], dtype=torch.int32, device="cuda")
+
+    def drawn() -> Any:
+        return torch.randint(-1, pages * size, (3, 1, 1, 100), dtype=torch.int32, device="cuda")
+
+    rows = drawn()
+
+    def call() -> Any:
+        return cupy_flash.flash_attention_with_kvcache(
+            *(q, cache, None, new),
+            cache_seqlens=lengths,
+            block_table=table,
+            key_indices=rows,
+            key_indices_in="pages",
+            head_dim_v=512,
+        )
+
+    graph, _, out = captured(call, "global")
+    for step in range(3):
+        rows.copy_(drawn())
+        lengths.fill_(20 + step)
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        found = cache[table[:, 1].long(), 4 + step, 0]
+        assert torch.equal(found, new[:, 0, 0])
+        torch.testing.assert_close(out, call(), rtol=0, atol=0)

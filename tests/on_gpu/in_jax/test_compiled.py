@@ -211,3 +211,29 @@ def test_calls_are_divided_over_two_gpus(rng: np.random.Generator, axes: tuple[i
     variables = {"JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": "0,1"}
     output = run_program("divided_calls", seed, *axes, **variables)
     assert output == "all right\n"
+
+
+def test_calls_with_lists_of_keys_are_those_of_cupy(rng: np.random.Generator) -> None:
+    shapes = (2, 5, 8, 64), (2, 300, 2, 64), (2, 300, 2, 64), (2, 5, 8, 64)
+    q, k, v, dout = random_arrays(rng, np.float16, *shapes)
+
+    def attention(q: Any, k: Any, v: Any, lists: Any) -> Any:
+        return cj.flash_attention(q, k, v, causal=True, key_indices=lists, return_lse=True)
+
+    def gradients(q: Any, k: Any, v: Any, lists: Any, dout: Any) -> Any:
+        (out, lse), pullback = jax.vjp(lambda *x: attention(*x, lists), q, k, v)
+        return out, lse, *pullback((dout, jax.numpy.zeros_like(lse)))
+
+    compiled_gradients = jax.jit(gradients)
+    for _ in range(3):
+        lists = rng.integers(-1, 300, (2, 5, 2, 40)).astype(np.int32)
+        found = compiled_gradients(q, k, v, jax.numpy.asarray(lists), dout)
+        rows = [cupy.asarray(np.asarray(x)) for x in (q, k, v)]
+        options = {"causal": True, "key_indices": cupy.asarray(lists)}
+        out, lse = cupy_flash.flash_attention(*rows, return_lse=True, **options)
+        expected = cupy_flash.flash_attention_backward(
+            *(cupy.asarray(np.asarray(dout)), *rows, out, lse),
+            dlse=cupy.zeros_like(lse),
+            **options,
+        )
+        assert_equal(found, tuple(x.get() for x in (out, lse, *expected)))

@@ -26,10 +26,10 @@ FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 PLAIN = {
     "arch", "ax", "b", "backend", "batch", "batch_invariant", "block", "causal", "colorbar",
     "compute_scales", "dropout_p", "dtype", "enable_gqa", "family", "grad_dtype", "grouped", "h",
-    "head_dim_v", "heads_q", "interleaved", "is_causal", "layout", "max_seqlen_k", "max_seqlen_q",
-    "num_splits", "out_dtype", "per", "return_entropy", "return_lse", "return_max_logits",
-    "rotary_interleaved", "scale", "seqlen_k", "seqlen_q", "softcap", "softmax_scale", "stream",
-    "tile", "vmax", "window_size", "wrt",
+    "head_dim_v", "heads_q", "interleaved", "is_causal", "key_indices_in", "layout", "max_seqlen_k",
+    "max_seqlen_q", "num_splits", "out_dtype", "per", "return_entropy", "return_lse",
+    "return_max_logits", "rotary_interleaved", "scale", "seqlen_k", "seqlen_q", "softcap",
+    "softmax_scale", "stream", "tile", "vmax", "window_size", "wrt",
 }  # fmt: skip
 # Annotations of further arguments that are no arrays. Their names may be those of arrays in other
 # functions.

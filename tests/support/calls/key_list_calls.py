@@ -44,9 +44,18 @@ class KeyListCall(NamedTuple):
     def run(self, xp: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return out, which is filled with NaN before, and lse."""
         given = with_arrays(xp.asarray, self.arguments | {"key_indices": self.key_indices})
-        results = self.function(**given, return_lse=True, **options)
+        results = self.function(**given | {"return_lse": True} | options)
         out, lse = (x if isinstance(x, np.ndarray) else x.get() for x in results)
         return out.swapaxes(1, 2) if self.arguments.get("layout") == "bhsd" else out, lse
+
+    def modified(self, make: Callable[[Callable[..., Any]], dict[str, Any]]) -> KeyListCall:
+        """Return the call with functions of the user, which depend on no sequence.
+
+        `make` returns them by name, given a function that converts captured arrays.
+        """
+        own = make(np.asarray)
+        sequences = [(given | own, rows, lse_rows) for given, rows, lse_rows in self.sequences]
+        return self._replace(arguments=self.arguments | own, sequences=sequences)
 
     def reference(self) -> tuple[np.ndarray, np.ndarray]:
         """Return out and lse of the reference that takes the same arguments."""
@@ -122,10 +131,12 @@ def random_call(
     *,
     most: int = 60,
     choices: np.random.Generator | None = None,
+    has_positions: bool = True,
 ) -> KeyListCall:
     """Return a random call of one kind, with lists in any order, some of whose keys repeat.
 
-    `choices` draws what determines the kernels, by default `rng`.
+    `choices` draws what determines the kernels, by default `rng`. Without `has_positions`, no mask
+    or change of scores depends on the position of a key.
     """
     choices = choices or rng
     batch, heads_kv = int(rng.integers(1, 4)), int(choices.integers(1, 3))
@@ -135,6 +146,9 @@ def random_call(
         heads_kv, heads_q, dims = 1, int(choices.choice([4, 16])), (LATENT["head_dim"], 512)
     dtype = DTYPES[str(choices.choice(list(DTYPES)))]
     options = _options(choices, heads_q, dtype)
+    if not has_positions:
+        for name in ("causal", "alibi_slopes", "window_size"):
+            options.pop(name, None)
     page_size, has_bias, has_mask = int(choices.choice([1, 5, 16])), *(choices.random(2) < 0.3)
     per_head = int(choices.choice([1, heads_kv]))
     lengths_k = rng.integers(0, most, batch)
@@ -189,6 +203,27 @@ def random_call(
     }.get(kind, cupy_flash.flash_attention_with_kvcache)
     given = arguments | options | of_pairs
     return KeyListCall(function, given, indices.astype(np.int32), sequences)
+
+
+def in_pages(call: KeyListCall) -> KeyListCall:
+    """Return the call with rows of pages instead of indices in the sequence.
+
+    Indices past the end of a sequence become -1: the rows there hold NaN.
+    """
+    given, lists = call.arguments, call.key_indices
+    table, size = given["block_table"], given["k_cache" if "k_cache" in given else "k"].shape[1]
+    if "cu_seqlens_q" in given:
+        row = np.arange(len(lists))
+        sequence = np.searchsorted(given["cu_seqlens_q"], row, side="right") - 1
+        sequence, lengths = sequence.clip(0, len(table) - 1), given["seqused_k"]
+    else:
+        sequence, lengths = np.arange(len(table)), given["cache_seqlens"]
+    sequence = sequence.reshape(-1, *[1] * (lists.ndim - 1))
+    keys = lists.clip(0, table.shape[1] * size - 1)
+    rows = table[sequence, keys // size] * size + keys % size
+    is_key = (lists >= 0) & (lists < lengths[sequence])
+    rows = np.where(is_key, rows, -1).astype(np.int32)
+    return call._replace(arguments={**given, "key_indices_in": "pages"}, key_indices=rows)
 
 
 def _options(rng: np.random.Generator, heads_q: int, dtype: Any) -> dict[str, Any]:

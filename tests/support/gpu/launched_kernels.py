@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from cupy_flash.calls import key_list_gradients, key_lists, shared_prefix
+from cupy_flash.calls import shared_prefix
+from cupy_flash.calls.key_lists import backward, forward
 from cupy_flash.cli.records import environment
 from cupy_flash.gpu import append, launch
 from cupy_flash.gpu.environment import device_for_id
@@ -23,8 +24,8 @@ runs = script("support_matrix/support_runs")
 
 # Functions whose calls launch kernels that plans describe without the feature.
 _FEATURES = (
-    (key_lists, "attention", "key_indices"),
-    (key_list_gradients, "gradients", "key_indices"),
+    (forward._Inner, "compute", "key_indices"),
+    (backward._Passes, "compute", "key_indices"),
     (shared_prefix, "_shared", "shared_prefix_len"),
 )
 # Largest handle of a stream that cannot capture: the default streams of CUDA.

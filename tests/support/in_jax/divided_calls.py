@@ -83,6 +83,19 @@ for heads_kv in (4, 2, 1):
 # A function of the head sees all heads.
 check(2, P("x", None, "y"), P("x", None, "y"), P("x"), score_mod=of_heads)
 
+# Lists of keys are divided as the queries and KV heads to which they belong.
+q, k, v = arrays((4, 6, 4, 8), (4, 8, 2, 8), (4, 8, 2, 8))
+for of_sequence in (6, 1):
+    lists = jax.numpy.asarray(rng.integers(-1, 8, (4, of_sequence, 2, 5)), np.int32)
+
+    def listed(q, k, v, lists):
+        return cj.flash_attention(q, k, v, causal=True, key_indices=lists)
+
+    spec = P("x", None, "y")
+    found = jax.jit(listed)(*(placed(x, spec) for x in (q, k, v, lists)))
+    assert_divided(found, spec)
+    assert_close(found, listed(q, k, v, lists))
+
 # Which weights dropout drops depends on the indices of sequence and head.
 check(2, P("x"), P("x"), P(), dropout_p=0.3, dropout_seed=7)
 

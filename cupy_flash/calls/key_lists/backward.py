@@ -10,7 +10,7 @@ sequence of a dense batch, whose gradients a backward call computes:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,18 +30,11 @@ from cupy_flash.calls.check.whole_call import (
     on_stream_of_tensors,
 )
 from cupy_flash.calls.conversions import converted
-from cupy_flash.calls.key_lists import (
-    Queries,
-    Tables,
-    bits,
-    modifications_of,
-    queries_of,
-    read_indices,
-    require_supported,
-    reshaped,
-    stored_rows,
-    tables_of,
-)
+from cupy_flash.calls.key_lists.fold import fold_heads
+from cupy_flash.calls.key_lists.modifications import modifications_of, require_supported
+from cupy_flash.calls.key_lists.queries import Queries, queries_of
+from cupy_flash.calls.key_lists.stored import bits, contiguous, reshaped, stored_rows
+from cupy_flash.calls.key_lists.tables import Tables, read_indices, tables_of
 from cupy_flash.calls.options import Options
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.gpu import key_lists
@@ -52,7 +45,7 @@ from cupy_flash.problem.gradient import ROWS
 _CHUNK_BYTES = 256 << 20
 
 
-def gradients(
+def gradients_of_lists(
     arguments: GradientArguments,
     options: Options,
     backend: str,
@@ -66,17 +59,14 @@ def gradients(
     """
     call = (arguments, options, backend, modifications)
     if is_dynamo_tracing():
-        return outside(gradients, (*call, stream, key_indices))
+        return outside(gradients_of_lists, (*call, stream, key_indices))
     assert options.wrt is not None
-    if others := [name for name in options.wrt if name not in ROWS]:
-        raise UnsupportedError(
-            f"wrt names {others[0]!r}; with key_indices expected some of {', '.join(ROWS)}"
-        )
+    require_gradients_of_lists(options.wrt)
     with on_stream(stream, arguments.like), on_stream_of_tensors(arguments.q):
         if is_capturing_tensors(arguments.q):
             raise UnsupportedError(
-                "gradients of tensors with key_indices cannot be captured in a CUDA graph of "
-                "PyTorch, which does not keep CuPy's memory"
+                "gradients of tensors with key_indices are not supported while a CUDA graph of "
+                "PyTorch is captured; compute them outside of the graph"
             )
         given, plain = dispatch.as_planned(arguments, options, modifications)
         given = converted(given, plain)
@@ -104,6 +94,14 @@ def gradients(
         return tuple(results)
 
 
+def require_gradients_of_lists(wrt: Sequence[str]) -> None:
+    """Raise UnsupportedError if gradients of other inputs than q, k and v are requested."""
+    if others := [name for name in wrt if name not in ROWS]:
+        raise UnsupportedError(
+            f"wrt names {others[0]!r}; with key_indices expected some of {', '.join(ROWS)}"
+        )
+
+
 class _Passes:
     """Backward calls over gathered keys, some queries at a time.
 
@@ -128,12 +126,11 @@ class _Passes:
         modifications: Mapping[str, Any],
     ) -> None:
         assert options.wrt is not None
-        problem = whole.problem
         self._whole, self._options, self._backend = whole, options, backend
-        self._queries, self._tables, self._modifications = queries, tables, modifications or {}
-        self._stored = stored_rows(whole)
-        rows, heads = len(queries.query), problem.heads_q
-        packed = problem.layout.packed_q
+        self._modifications = modifications or {}
+        self._listed = fold_heads(queries, tables, stored_rows(whole))
+        folded, packed = self._listed.folded, whole.problem.layout.packed_q
+        rows, heads = len(queries.query) * folded, whole.problem.heads_q // folded
         self._rows = {
             name: reshaped(
                 x if packed else to_bshd(x, options.layout), (rows, 1, heads, x.shape[-1])
@@ -150,22 +147,22 @@ class _Passes:
     @ignore_fp_errors
     def compute(self) -> dict[str, Any]:
         """Return the requested gradients by name, with the axes of the call."""
-        whole, options, tables = self._whole, self._options, self._tables
-        problem, xp = whole.problem, array_module(self._rows["q"])
+        options, (_, tables, stored, _) = self._options, self._listed
+        problem, xp = self._whole.problem, array_module(self._rows["q"])
         assert options.wrt is not None
         total = np.dtype(np.float64 if problem.dtype == "float64" else np.float32)
         found = {"q": xp.zeros(self._rows["q"].shape, total)}
         for name in ("k", "v"):
-            found[name] = xp.zeros(self._stored[f"{name}_cache"].shape, total)
-        entries = tables.rows.shape[2]
+            found[name] = xp.zeros(stored[f"{name}_cache"].shape, total)
+        entries, heads_kv = tables.rows.shape[2], stored["k_cache"].shape[2]
         dims = problem.head_dim + problem.head_dim_v
-        each = entries * problem.heads_kv * dims * total.itemsize
+        each = entries * heads_kv * dims * total.itemsize
         step = max(1, _CHUNK_BYTES // max(1, each))
         lists = len(tables.rows)
         for first in range(0, len(self._rows["q"]) if entries else 0, step):
             span = slice(first, first + step)
             for group in range(lists):
-                counts = (n // lists for n in (problem.heads_q, problem.heads_kv))
+                counts = (n // lists for n in (found["q"].shape[2], heads_kv))
                 heads, kv = (slice(group * n, (group + 1) * n) for n in counts)
                 gradients = self._of_rows(span, group, heads, kv)
                 table, lengths = tables.rows[group, span], tables.counts[group, span]
@@ -179,18 +176,20 @@ class _Passes:
 
     def _of_rows(self, span: slice, group: int, heads: slice, kv: slice) -> dict[str, Any]:
         """Return the gradients of some queries, and of the keys and values gathered for them."""
-        whole, options, tables = self._whole, self._options, self._tables
+        options, (queries, tables, rows_of, _) = self._options, self._listed
         xp = array_module(self._rows["q"])
         table, lengths = tables.rows[group, span], tables.counts[group, span]
         places = xp.where(xp.arange(table.shape[1]) < lengths[:, None], table, 0)
         gathered = {}
         for name in ("k", "v"):
-            stored = self._stored[f"{name}_cache"][:, 0, kv]
+            stored = rows_of[f"{name}_cache"][:, 0, kv]
             gathered[name] = bits(stored)[places].view(stored.dtype)
         rows = {name: x[span][..., heads, :] for name, x in self._rows.items()}
-        queries = Queries(*(None if x is None else x[span] for x in self._queries))
-        keys = None if tables.keys is None else tables.keys[group, span]
-        own = modifications_of(whole, queries, keys, heads, self._modifications)
+        keys = None
+        if tables.keys is not None:
+            keys = tables.keys[group, span]
+            queries = Queries(*(None if x is None else x[span] for x in queries))
+        own = modifications_of(self._whole, queries, keys, heads, self._modifications)
         own.pop("sinks", None)
         inner = Options(
             "dense",
@@ -212,7 +211,7 @@ class _Passes:
         like = getattr(self._whole.arguments, name)
         if self._whole.problem.layout.packed_q or self._options.layout == "bshd":
             return gradient.reshape(like.shape)
-        return gradient.reshape(to_bshd(like, "bhsd").shape).swapaxes(1, 2)
+        return contiguous(gradient.reshape(to_bshd(like, "bhsd").shape).swapaxes(1, 2))
 
 
 def _add(total: Any, table: Any, lengths: Any, parts: Any) -> None:

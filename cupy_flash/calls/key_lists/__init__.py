@@ -1,0 +1,1 @@
+"""Calls whose queries attend to listed keys."""

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.calls.threaded_calls import THREADS, calls, digest, in_threads
+from support.parallel.threaded_calls import THREADS, calls, digest, in_threads
 
 TESTS = Path(__file__).parents[1]
 
@@ -36,7 +36,7 @@ def test_threads_that_make_the_first_calls_of_a_process_share_its_caches(
     expected: dict[str, str],
 ) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
-    command = [sys.executable, "-m", "support.calls.threaded_calls"]
+    command = [sys.executable, "-m", "support.parallel.threaded_calls"]
     output = subprocess.run(
         command, env=environment, check=True, capture_output=True, text=True, timeout=300
     ).stdout

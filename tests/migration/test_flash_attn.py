@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.migration import (
+from support.pages.migration import (
     BATCH,
     DIM,
     HEADS,

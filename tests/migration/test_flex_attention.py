@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.migration import HEADS, SEQLENS, arrays, assert_close
+from support.pages.migration import HEADS, SEQLENS, arrays, assert_close
 
 from cupy_flash import BlockList, MaskMod, ScoreMod, flash_attention
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.migration import SEQLENS, arrays, assert_close, positions
+from support.pages.migration import SEQLENS, arrays, assert_close, positions
 
 jax = pytest.importorskip("jax")
 cj = pytest.importorskip("cupy_flash.jax")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.migration import HEADS, HEADS_KV, SEQLENS, arrays, assert_close, positions
+from support.pages.migration import HEADS, HEADS_KV, SEQLENS, arrays, assert_close, positions
 
 from cupy_flash import ScoreMod, attention_weights, flash_attention
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.migration import BATCH, DIM, HEADS, HEADS_KV, SEQLENS, arrays, assert_close
+from support.pages.migration import BATCH, DIM, HEADS, HEADS_KV, SEQLENS, arrays, assert_close
 
 from cupy_flash import attention_weights, flash_attention
 

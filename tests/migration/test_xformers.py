@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.migration import DIM, HEADS, HEADS_KV, SEQLENS, arrays, assert_close, positions
+from support.pages.migration import DIM, HEADS, HEADS_KV, SEQLENS, arrays, assert_close, positions
 
 from cupy_flash import (
     attention_reference,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.cli.benchmark_scripts import CHECKOUT, IN_CHECKOUT
-from support.project import project_settings
+from support.pages.project import project_settings
 
 if not IN_CHECKOUT:
     pytest.skip("the tests stand outside a checkout", allow_module_level=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.cli.benchmark_scripts import CHECKOUT, IN_CHECKOUT
-from support.project import project_settings
+from support.pages.project import project_settings
 
 import cupy_flash
 

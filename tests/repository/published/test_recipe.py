@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.cli.benchmark_scripts import CHECKOUT, IN_CHECKOUT
-from support.project import project_settings
+from support.pages.project import project_settings
 
 import cupy_flash
 

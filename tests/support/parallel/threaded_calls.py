@@ -1,7 +1,7 @@
 """Public calls by several threads at once, and digests of their results.
 
-``python -m support.calls.threaded_calls`` in the folder `tests` prints the digests of a new process
-whose threads make each call at the same time, so that they fill empty caches together.
+``python -m support.parallel.threaded_calls`` in the folder `tests` prints the digests of a new
+process whose threads make each call at the same time, so that they fill empty caches together.
 """
 
 from __future__ import annotations

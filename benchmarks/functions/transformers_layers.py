@@ -1,6 +1,6 @@
 """Times of attention layers of models in transformers, by cupy_flash, sdpa and flex_attention.
 
-    python benchmarks/transformers_layers.py --output benchmarks/results/h200_transformers.json
+    python benchmarks/functions/transformers_layers.py --output layers.json
 
 Each row is the attention of one layer, forward or forward and backward, on random bfloat16 queries,
 keys and values with the heads of a published model. The calls are those of the model: the function

@@ -1,0 +1,1 @@
+"""What tests of pages and of the project's metadata share."""

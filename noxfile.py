@@ -41,8 +41,9 @@ def run_tests(session: nox.Session, *requirements: str) -> None:
     # interpreter then means that wheel.
     session.install("--only-binary", ":all:", "-r", "pyproject.toml", *requirements)
     session.install("hypothesis", "pytest", "pytest-xdist")
-    quick_set = [*QUICK_SET, *([THREADS] if str(session.python).endswith("t") else [])]
-    session.run("python", "-m", "pytest", *(session.posargs or ["--quiet", *quick_set]))
+    session.run("python", "-m", "pytest", *(session.posargs or ["--quiet", *QUICK_SET]))
+    if str(session.python).endswith("t") and not session.posargs:
+        session.run("python", "-m", "pytest", "--quiet", "-m", "slow", THREADS)
 
 
 @nox.session(python=PYTHONS)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from support.parallel.threaded_calls import THREADS, calls, digest, in_threads
 
+pytestmark = pytest.mark.slow
 TESTS = Path(__file__).parents[1]
 
 

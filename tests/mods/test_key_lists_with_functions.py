@@ -124,6 +124,7 @@ def test_a_function_that_cannot_be_traced_is_refused() -> None:
         flash_attention(q, k, v, mask_mod=mod, key_indices=np.zeros((1, 4, 1, 2), int))
 
 
+@pytest.mark.slow
 def test_a_kernel_with_captured_positions_compiles(
     monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:

@@ -124,7 +124,10 @@ def paths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
 
 
-@pytest.mark.parametrize("options", [ALONE, TWO], ids=["alone", "two"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(ALONE, id="alone"), pytest.param(TWO, id="two", marks=pytest.mark.slow)],
+)
 def test_kernels_of_passing_tests_are_recorded(
     pytester: pytest.Pytester, options: tuple[str, ...]
 ) -> None:

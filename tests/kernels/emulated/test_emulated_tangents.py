@@ -118,6 +118,7 @@ def arrays_of(rng: Any, dtype: str, seqlens: tuple[int, int]) -> list[np.ndarray
     return [rng.standard_normal((1, *shape)).astype(dtype) for shape in shapes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype"), [("hopper", "float16"), ("mma", "float16"), ("simt", "float32")]
 )
@@ -156,6 +157,7 @@ def test_masked_pairs_affect_no_tangent(family: str, dtype: str, folder: Path, r
     assert all(x.any() for x in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
@@ -185,6 +187,7 @@ def test_a_key_with_most_of_the_weight_costs_no_accuracy(
     check_tangents(results, arrays[:3], arrays[3:], sinks, (key, boost, "sinks"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["hopper", "mma"])
 @pytest.mark.parametrize("size", [1e-3, 1.0, 200.0])
 def test_small_and_large_tangents_of_float16_keep_their_digits(
@@ -200,6 +203,7 @@ def test_small_and_large_tangents_of_float16_keep_their_digits(
     assert np.abs(found - exact).max() <= 2.0**-9 * np.abs(exact).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype"), [("hopper", "float16"), ("mma", "float16"), ("simt", "float32")]
 )
@@ -213,6 +217,7 @@ def test_huge_scores_of_a_row_with_one_key_cost_no_accuracy(
     np.testing.assert_array_equal(found, arrays[5].repeat(2, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype"), [("hopper", "bfloat16"), ("mma", "float16"), ("simt", "float32")]
 )

@@ -102,7 +102,7 @@ def test_with_a_base_url_links_and_images_are_those_of_the_repository(hook: Modu
     found = targets(rendered(hook.description(readme, BASE_URL)))
 
     assert f"{BASE_URL}/raw/HEAD/docs/figures/rate.svg" in found
-    assert f"{BASE_URL}/blob/HEAD/docs/guide/usage.md#array-libraries" in found
+    assert f"{BASE_URL}/blob/HEAD/docs/guide/arrays.md#array-libraries" in found
     assert all(target.startswith("https://") for target in found)
     paths = {re.sub(r".*/HEAD/|#.*", "", target) for target in found if BASE_URL in target}
     assert not [path for path in paths if not (CHECKOUT / path).exists()]

@@ -92,6 +92,10 @@ def test_arrays_of_another_library_are_answered_in_kind(rng):
     problem.check(out.array, lse.array)
 
 
+@pytest.mark.skipif(
+    np.lib.NumpyVersion(np.__version__) < "2.3.0",
+    reason="old versions of NumPy multiply strided arrays in another order: 1 of 40 calls differs",
+)
 def test_strided_inputs_give_the_same_bits_as_contiguous_ones(rng):
     arguments = random_varlen_case(rng, rows_of_none=0).problem().arguments()
     expected = flash_attention_varlen(**arguments, backend="cpu")

@@ -31,7 +31,7 @@ class FlashAttention(TorchProvider):
 
     Attributes
     ----------
-    library
+    product
         Name of the library in messages.
     package, module
         Name of the package, and of the module that has the functions.
@@ -48,7 +48,7 @@ class FlashAttention(TorchProvider):
     """
 
     layout = "bshd"
-    library: ClassVar[str]
+    product: ClassVar[str]
     package: ClassVar[str]
     module: ClassVar[str]
     functions: ClassVar[Mapping[str, str]]
@@ -74,15 +74,15 @@ class FlashAttention(TorchProvider):
         if self.deterministic and not case.is_backward:
             return f"only gradients differ from those of {self.package}"
         if case.kind not in self.functions:
-            return f"{self.library} is timed on dense batches and packed sequences only"
+            return f"{self.product} is timed on dense batches and packed sequences only"
         if case.dtype not in _DTYPES or case.cache_dtype:
-            return f"{self.library} is timed in {' and '.join(_DTYPES)} only"
+            return f"{self.product} is timed in {' and '.join(_DTYPES)} only"
         if others := dataclasses.replace(case.mods, **self._no_modifications(case)):
             return f"{self.functions[case.kind]} has no {others}"
         if case.is_cached:
             return self._why_no_cache(case)
         if case.first_query != case.seqlen_k - case.seqlen_q:
-            return f"the masks of {self.library} are aligned bottom-right: it takes no q_offset"
+            return f"the masks of {self.product} are aligned bottom-right: it takes no q_offset"
         return None
 
     def _why_no_cache(self, case: Case) -> str | None:
@@ -140,7 +140,7 @@ def _output(function: Any, options: Mapping[str, Any], *tensors: Any) -> Any:
 class FlashAttention2(FlashAttention):
     """FlashAttention-2, the package that most users install."""
 
-    library = "FlashAttention-2"
+    product = "FlashAttention-2"
     package = "flash-attn"
     module = "flash_attn.flash_attn_interface"
     functions: ClassVar = {
@@ -175,7 +175,7 @@ class FlashAttention2(FlashAttention):
 class FlashAttention3(FlashAttention):
     """FlashAttention-3, for Hopper GPUs, which is built from its sources."""
 
-    library = "FlashAttention-3"
+    product = "FlashAttention-3"
     package = "flash-attn-3"
     module = "flash_attn_interface"
     functions = FlashAttention2.functions
@@ -186,7 +186,7 @@ class FlashAttention3(FlashAttention):
 class FlashAttention4(FlashAttention):
     """FlashAttention-4, whose kernels CuTe DSL compiles in the first call."""
 
-    library = "FlashAttention-4"
+    product = "FlashAttention-4"
     package = "flash-attn-4"
     module = "flash_attn.cute"
     functions: ClassVar = {"dense": "flash_attn_func", "varlen": "flash_attn_varlen_func"}

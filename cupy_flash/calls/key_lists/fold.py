@@ -20,6 +20,10 @@ from cupy_flash.calls.key_lists.stored import reshaped
 from cupy_flash.calls.key_lists.tables import Tables
 
 
+# Arrays of queries that modifications read.
+_READ = ("sequence", "query", "position", "row")
+
+
 class Listed(NamedTuple):
     """Queries, block tables and stored rows of a call.
 
@@ -64,10 +68,6 @@ def fold_heads(queries: Queries, tables: Tables, stored: Mapping[str, Any]) -> L
     rows = {name: reshaped(x, (-1, 1, 1, *x.shape[3:])) for name, x in given.items()}
     tables = Tables(of_queries(table), keys, of_queries(tables.counts))
     return Listed(queries, tables, rows, heads)
-
-
-# Arrays of queries that modifications read.
-_READ = ("sequence", "query", "position", "row")
 
 
 def _can_fold(array: Any) -> bool:

@@ -32,7 +32,7 @@ class FlashAttention(TorchProvider):
     Attributes
     ----------
     product
-        Name of the library in messages.
+        Name of the product in messages.
     package, module
         Name of the package, and of the module that has the functions.
     functions

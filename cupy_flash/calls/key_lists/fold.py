@@ -19,7 +19,6 @@ from cupy_flash.calls.key_lists.queries import Queries
 from cupy_flash.calls.key_lists.stored import reshaped
 from cupy_flash.calls.key_lists.tables import Tables
 
-
 # Arrays of queries that modifications read.
 _READ = ("sequence", "query", "position", "row")
 
